@@ -1,0 +1,227 @@
+"""KernelSpec: everything that selects a compiled kernel, and the only place that states tile sizes and padding.
+
+A spec holds what is fixed at compile time and nothing else: batch, sequence lengths, head counts, strides, softmax
+scale, window bounds and offsets are run-time parameters of every kernel. One artefact therefore serves every shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+ARCHITECTURES = ("sm_90a", "sm_100f")
+KINDS = ("forward", "backward_preprocess", "backward_main", "backward_postprocess")
+DTYPES = ("bfloat16", "float16")
+MASKS = ("none", "causal", "window")
+MAX_HEAD_DIM = 256
+HEAD_DIM_GRANULE = 8
+"""Head dims are multiples of this many elements (16 bytes: the granule of TMA strides and vector accesses)."""
+
+PADDED_HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Head dims that kernels are built for. Others use the next larger one; TMA fills the difference with zeros on load
+and drops it on store, so one artefact serves every head dim between two entries."""
+
+BACKWARD_MASK_FREE_KINDS = ("backward_preprocess", "backward_postprocess")
+"""Kinds that touch rows only, never scores: their specs always say ``mask="none"``."""
+
+
+class UnsupportedSpecError(ValueError):
+    """No kernel is built for this combination; the message names the field, its value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile configuration of one kernel.
+
+    ``m`` query rows by ``n`` keys per step, ``stages`` shared-memory stages of the streamed operand. ``options`` are
+    further compile-time integers that only the kernel itself interprets, as sorted ``(name, value)`` pairs.
+    """
+
+    m: int
+    n: int
+    stages: int = 2
+    options: tuple[tuple[str, int], ...] = ()
+
+    def option(self, name: str, default: int = 0) -> int:
+        """Value of one option, ``default`` where the tile does not set it."""
+        return dict(self.options).get(name, default)
+
+    @property
+    def name(self) -> str:
+        return f"m{self.m}n{self.n}s{self.stages}" + "".join(f"_{key}{value}" for key, value in self.options)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Static description of one kernel; ``head_dim`` and ``head_dim_v`` are padded ones (see :meth:`create`)."""
+
+    arch: str
+    kind: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile: Tile
+    mask: str = "none"
+    varlen: bool = False
+    pack_gqa: bool = False
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        _require("arch", self.arch, ARCHITECTURES)
+        _require("kind", self.kind, KINDS)
+        _require("dtype", self.dtype, DTYPES)
+        _require("mask", self.mask, MASKS)
+        for field in ("head_dim", "head_dim_v"):
+            _require(field, getattr(self, field), PADDED_HEAD_DIMS)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        arch: str,
+        kind: str,
+        dtype: str,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        mask: str = "none",
+        varlen: bool = False,
+        pack_gqa: bool = False,
+        deterministic: bool = True,
+        tile: Tile | None = None,
+    ) -> KernelSpec:
+        """Spec that serves true head dims ``head_dim`` (query, key) and ``head_dim_v`` (value; default the same).
+
+        Raises :class:`UnsupportedSpecError` for a field outside the allowed values. ``tile`` overrides the table
+        (for tuning).
+        """
+        _require("arch", arch, ARCHITECTURES)
+        _require("kind", kind, KINDS)
+        padded = padded_head_dim(head_dim, "head_dim")
+        padded_v = padded if head_dim_v is None else padded_head_dim(head_dim_v, "head_dim_v")
+        if kind in BACKWARD_MASK_FREE_KINDS:
+            mask = "none"
+        if kind == "forward":
+            deterministic = True  # the forward has no unordered sums: one artefact serves both settings
+        if tile is None:
+            tile = select_tile(arch, kind, padded, padded_v, mask)
+        return cls(arch, kind, dtype, padded, padded_v, tile, mask, varlen, pack_gqa, deterministic)
+
+    @property
+    def name(self) -> str:
+        """Readable and unique: every field is in it."""
+        flags = [
+            flag
+            for flag, on in (
+                ("varlen", self.varlen),
+                ("packgqa", self.pack_gqa),
+                ("nondet", not self.deterministic),
+            )
+            if on
+        ]
+        return "_".join(
+            [
+                self.kind,
+                self.arch,
+                self.dtype,
+                f"d{self.head_dim}x{self.head_dim_v}",
+                self.mask,
+                *flags,
+                self.tile.name,
+            ]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; :meth:`from_json` restores an equal spec."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> KernelSpec:
+        tile = dict(data["tile"])
+        tile["options"] = tuple((str(key), int(value)) for key, value in tile["options"])
+        return cls(**{**data, "tile": Tile(**tile)})
+
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of all fields."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def with_tile(self, tile: Tile) -> KernelSpec:
+        return replace(self, tile=tile)
+
+
+def padded_head_dim(head_dim: int, argument: str = "head_dim") -> int:
+    """Smallest entry of :data:`PADDED_HEAD_DIMS` that holds ``head_dim``; raises :class:`UnsupportedSpecError`."""
+    if head_dim <= 0 or head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_GRANULE:
+        raise UnsupportedSpecError(
+            f"{argument} is {head_dim}; the kernels take multiples of {HEAD_DIM_GRANULE} from {HEAD_DIM_GRANULE} to "
+            f"{MAX_HEAD_DIM}"
+        )
+    return next(dim for dim in PADDED_HEAD_DIMS if dim >= head_dim)
+
+
+def select_tile(arch: str, kind: str, head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """Tile for padded head dims, from the tables below; raises :class:`UnsupportedSpecError` where none is stated."""
+    table = _TILE_TABLES.get((arch, kind))
+    if table is None:
+        raise UnsupportedSpecError(
+            f"kind is {kind!r}; {arch} has kernels for {sorted(k for a, k in _TILE_TABLES if a == arch)}"
+        )
+    return table(head_dim, head_dim_v, mask)
+
+
+def _sm90_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """Rows by keys such that Q, the K and V rings and O fit 227 KiB and the accumulators fit the registers."""
+    largest = max(head_dim, head_dim_v)
+    if largest <= 64:
+        return Tile(m=192, n=128, stages=2)
+    if largest <= 96:
+        return Tile(m=192, n=128 if mask == "causal" else 144, stages=2)
+    if largest <= 128:
+        return Tile(m=128, n=128, stages=2)
+    if head_dim_v <= 128:
+        return Tile(m=128, n=112, stages=2)
+    if largest <= 192:
+        return Tile(m=128, n=96, stages=2)
+    return Tile(m=128, n=80, stages=2)
+
+
+_TILE_TABLES = {
+    ("sm_90a", "forward"): _sm90_forward_tile,
+}
+
+STANDARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+"""Padded (head_dim, head_dim_v) pairs of the artefacts that a release ships."""
+
+
+def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> list[KernelSpec]:
+    """Specs of a release: every mask, dtype and flag for the usual head dims, for kinds that have kernels."""
+    specs: dict[KernelSpec, None] = {}
+    wanted = KINDS if kinds is None else tuple(kinds)
+    for arch in archs:
+        _require("arch", arch, ARCHITECTURES)
+        for kind in wanted:
+            _require("kind", kind, KINDS)
+            if (arch, kind) not in _TILE_TABLES:
+                continue
+            for dtype in DTYPES:
+                for head_dim, head_dim_v in STANDARD_HEAD_DIMS:
+                    for mask in MASKS:
+                        for varlen in (False, True):
+                            spec = KernelSpec.create(
+                                arch=arch,
+                                kind=kind,
+                                dtype=dtype,
+                                head_dim=head_dim,
+                                head_dim_v=head_dim_v,
+                                mask=mask,
+                                varlen=varlen,
+                            )
+                            specs.setdefault(spec)
+    return list(specs)
+
+
+def _require(field: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        raise UnsupportedSpecError(f"{field} is {value!r}; allowed: {', '.join(map(str, allowed))}")
