@@ -1,4 +1,4 @@
-"""Register layouts of tcgen05.ld/st, the lane quarters of warps and TMEM allocation, against tables written out here."""
+"""Register layouts of tcgen05.ld/st, lane quarters of warps and TMEM allocation, against tables written out here."""
 
 import numpy as np
 import pytest

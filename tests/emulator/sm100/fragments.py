@@ -6,7 +6,7 @@ Source: PTX ISA, "Data Movement Shape" (tcgen05), and the register layouts that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Fragment:
         return int(self.columns.max()) + 1 + int(self.packed)
 
 
-@lru_cache(maxsize=None)
+@cache
 def fragment(shape: str, num: int, packed: bool = False, half_split: int = 0) -> Fragment:
     """The fragment of ``.shape.xnum``; ``half_split`` is the immediate of .16x32bx2 (columns).
 
