@@ -1,0 +1,132 @@
+"""The differentiation rule that every implementation with its own backward shares.
+
+Residuals are the operands, the output and its log-sum-exp: O(T + S). Output and log-sum-exp carry checkpoint names, so
+that a rematerialization policy such as ``jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)`` keeps them
+and the forward does not run again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_fa4.config import DIFFERENTIABLE, AttentionConfig, Gradients, Operands
+from jax_fa4.implementations.base import Implementation
+
+OUT_NAME = "jax_fa4_out"
+"""Checkpoint name of the output."""
+LSE_NAME = "jax_fa4_lse"
+"""Checkpoint name of the log-sum-exp."""
+
+
+def attend(implementation: Implementation, config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
+    """(out, lse) by one implementation, differentiable in both.
+
+    An implementation without a backward is differentiated by JAX; the others get the rule below.
+    """
+    if implementation.backward is None:
+        return _named(*_forward(implementation, config, operands))
+    return _attend(implementation, config, _vary_alike(operands))
+
+
+def _named(out: Array, lse: Array) -> tuple[Array, Array]:
+    return checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+
+
+def _vary_alike(operands: Operands) -> Operands:
+    """Inside shard_map, makes every operand vary over the union of the operands' manual mesh axes.
+
+    The gradient of an operand that is replicated over an axis on which others vary is a sum over that axis; the cast's
+    transpose is that sum. Left to the rule, it would be dropped silently.
+    """
+    leaves = jax.tree.leaves(operands)
+    union = frozenset[Any]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def cast(x: Array) -> Array:
+        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, operands) if union else operands
+
+
+# The functions below are jitted so that an eager call is one compiled program, and so that a choice that depends on
+# the platform is made for the devices on which the operands lie.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(implementation: Implementation, config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
+    out, lse = implementation.forward(config, operands)
+    if implementation.backward is None:
+        return out, lse
+    return _depend_on_all(out, operands), _depend_on_all(lse, operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 7))
+def _backward(
+    implementation: Implementation,
+    config: AttentionConfig,
+    operands: Operands,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array | None,
+    wanted: frozenset[str],
+) -> Gradients:
+    assert implementation.backward is not None
+    return implementation.backward(config, operands, out, lse, d_out, d_lse, wanted)
+
+
+def _depend_on_all(result: Array, operands: Operands) -> Array:
+    """``result`` unchanged, but an output of every operand as far as JAX can see.
+
+    If only ``value`` is mapped by vmap, lse does not depend on the mapped axis; a custom_vjp output that is not mapped
+    has its cotangent counted once for each element of the axis (or, in newer JAX, raises). The selection, which XLA
+    removes, makes both outputs mapped as soon as any operand is.
+    """
+    first = (lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape)) for x in jax.tree.leaves(operands))
+    return jnp.where(True, result, sum(jnp.sum(x.astype(result.dtype)) for x in first))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(implementation: Implementation, config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
+    return _named(*_forward(implementation, config, operands))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """Names of the operands whose gradient is used; static, so that the backward can skip the others."""
+
+    names: frozenset[str]
+
+
+def _attend_fwd(
+    implementation: Implementation, config: AttentionConfig, primals: Operands
+) -> tuple[tuple[Array, Array], Any]:
+    names = (name for name in DIFFERENTIABLE if getattr(primals, name) is not None)
+    wanted = _Wanted(frozenset(name for name in names if getattr(primals, name).perturbed))
+    operands = jax.tree.map(lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
+    out, lse = _attend(implementation, config, operands)
+    return (out, lse), (operands, out, lse, wanted)
+
+
+def _attend_bwd(
+    implementation: Implementation, config: AttentionConfig, residuals: Any, cotangents: tuple[Any, Any]
+) -> tuple[Operands]:
+    operands, out, lse, wanted = residuals
+    d_out, d_lse = cotangents
+    if isinstance(d_out, SymbolicZero):
+        d_out = jnp.zeros_like(out)
+    if isinstance(d_lse, SymbolicZero):
+        d_lse = None
+    gradients = _backward(implementation, config, operands, out, lse, d_out, d_lse, wanted.names)
+    absent = Operands(*(None,) * len(Operands._fields))  # type: ignore[arg-type]
+    return (absent._replace(**gradients._asdict()),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
