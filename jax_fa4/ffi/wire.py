@@ -23,6 +23,7 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .plan import (
     INT_FORMATS,
@@ -112,7 +113,8 @@ def decode(data: bytes) -> Decoded:
     (count,) = reader.take("H")
     buffer_bytes = reader.take(f"{count}Q")
     (count,) = reader.take("H")
-    artefacts, cubin_bytes = [], []
+    artefacts: list[ArtefactRef] = []
+    cubin_bytes: list[int] = []
     for _ in range(count):
         digest = reader.raw(DIGEST_BYTES)
         cubin_bytes += reader.take("Q")
@@ -146,7 +148,7 @@ class _Reader:
         return self.raw(self.take("H")[0])
 
 
-def _unpack(format: str, payload: bytes) -> tuple[int | float, ...]:
+def _unpack(format: str, payload: bytes) -> tuple[Any, ...]:
     try:
         return struct.unpack("<" + format, payload)
     except struct.error as error:
