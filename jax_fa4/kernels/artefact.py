@@ -111,7 +111,10 @@ class Artefact:
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*(.*?)\{", re.DOTALL)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bufs])(\d+)\s+[\w$]+(?:\[(\d+)\])?")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bufs])(\d+)\s+(?:\.ptr\s+(?:\.(?!align)\w+\s+)?(?:\.align\s+\d+\s+)?)?"
+    r"[\w$]+(?:\[(\d+)\])?"
+)
 
 
 def parse_entry(ptx: str) -> tuple[str, tuple[Parameter, ...], tuple[int, int, int]]:

@@ -25,7 +25,9 @@ from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError
 DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
 TIMEOUT_SECONDS = 600
 
-BUILDERS: dict[tuple[str, str], str] = {}
+BUILDERS: dict[tuple[str, str], str] = {
+    ("sm_90a", "forward"): "jax_fa4.kernels.sm90.forward.kernel",
+}
 """Module that builds the kernel of each (arch, kind)."""
 
 _SOURCE_FOLDERS = {"sm_90a": ("common", "support", "sm90"), "sm_100f": ("common", "support", "sm100")}

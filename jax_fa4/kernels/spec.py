@@ -177,7 +177,7 @@ def _sm90_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     if largest <= 64:
         return Tile(m=192, n=128, stages=2)
     if largest <= 96:
-        return Tile(m=192, n=128 if mask == "causal" else 144, stages=2)
+        return Tile(m=128, n=160, stages=2)
     if largest <= 128:
         return Tile(m=128, n=128, stages=2)
     if head_dim_v <= 128:
