@@ -1,0 +1,227 @@
+"""A JAX primitive for calls that a LaunchPlan carries out. Knows nothing of attention.
+
+What is called is an :class:`Operation`, the primitive's only parameter. It gives the results' shapes, and the plan for
+concrete shapes on a target; everything else is the same for all of them and lives here: abstract evaluation (with
+manual and explicit mesh axes), batching, partitioning, and the lowering to the custom call.
+
+Every operand and every result of an operation has the batch as its first axis, and batch entries are independent. So
+``vmap`` folds the mapped axis into the batch, on the outside, and splits it off again at the same place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from . import partition
+from .plan import LaunchPlan
+from .register import TARGET_NAME, register, unavailable_reason
+from .wire import encode
+
+DEFAULT_MULTIPROCESSORS = 132
+"""Streaming multiprocessors assumed where no device is at hand (H100 and H200 SXM); affects grid sizes only."""
+
+
+class Compiled(Protocol):
+    """What a call needs of a compiled kernel."""
+
+    @property
+    def sha256(self) -> str: ...
+
+    @property
+    def cubin(self) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device to plan for. ``arch`` as in KernelSpec ("sm_90a", "sm_100f")."""
+
+    arch: str
+    multiprocessors: int = DEFAULT_MULTIPROCESSORS
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with all it refers to. Buffers: the call's operands, its results, then ``scratch``."""
+
+    plan: LaunchPlan
+    artefacts: tuple[Compiled, ...]
+    scratch: tuple[jax.ShapeDtypeStruct, ...] = ()
+
+
+class Operation(Protocol):
+    """One kind of call with its static parameters. Must be hashable; equal operations share compilations."""
+
+    @property
+    def arch(self) -> str | None:
+        """Architecture to compile for, or None for that of the CUDA devices at hand when the call is lowered."""
+
+    @property
+    def dimensions(self) -> partition.Dimensions:
+        """Names of the axes of all operands and results."""
+
+    def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the results for operands with ``shape`` and ``dtype``."""
+
+    def plan(self, operands: Sequence[Any], target: Target) -> Planned:
+        """The plan for concrete shapes on a target. Errors are raised to the user, at lowering."""
+
+    def elsewhere(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """The call as JAX operations, for platforms other than CUDA; raises where there is none."""
+
+
+def call(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Calls an operation.
+
+    Args:
+      operation: what to call.
+      operands: arrays, batch first.
+
+    Returns:
+      The results in the operation's order.
+    """
+    return tuple(kernel_call_p.bind(*_vary_alike(operands), operation=operation))
+
+
+def detect_target() -> Target:
+    """The CUDA devices of this process.
+
+    Raises:
+      ValueError: there are none, or the kernels are for none of them.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            "kernels are compiled for the architecture of the CUDA devices at hand, and JAX sees none here; to lower "
+            f"for a GPU elsewhere, name its architecture (for attention: implementation='fa4:sm_90a'): {error}"
+        ) from error
+    capability = str(getattr(device, "compute_capability", ""))
+    arch = arch_of(capability)
+    if arch is None:
+        raise ValueError(f"{device.device_kind} has compute capability {capability}; the kernels are for 9.0 and 10.x")
+    multiprocessors = getattr(device, "core_count", None)
+    return Target(arch, multiprocessors if multiprocessors else DEFAULT_MULTIPROCESSORS)
+
+
+def arch_of(capability: str) -> str | None:
+    """Architecture of our kernels for a compute capability such as "9.0", or None."""
+    if capability == "9.0":
+        return "sm_90a"
+    return "sm_100f" if capability.startswith("10.") else None
+
+
+def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Casts operands to vary over the union of their manual mesh axes (inside shard_map; else does nothing)."""
+    union = frozenset[Any]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return [cast(x) for x in operands]
+
+
+kernel_call_p = Primitive("jax_fa4_kernel_call")
+"""Operands and results of an :class:`Operation`. Partitioned over mesh axes that JAX manages."""
+
+local_call_p = Primitive("jax_fa4_local_call")
+"""The same on one device; what :data:`kernel_call_p` becomes when lowered."""
+
+kernel_call_p.multiple_results = True
+local_call_p.multiple_results = True
+dispatch.prim_requires_devices_during_lowering.add(kernel_call_p)
+
+
+def _abstract_eval(*operands: Any, operation: Operation) -> list[Any]:
+    results = operation.results(operands)
+    specs = partition.explicit_specs(operation.dimensions, operands)
+    first = operands[0]
+    return [
+        first.update(
+            shape=result.shape,
+            dtype=jnp.dtype(result.dtype),
+            weak_type=False,
+            sharding=first.sharding.update(spec=spec),
+        )
+        for result, spec in zip(results, specs, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(operation: Operation, *operands: jax.Array) -> list[jax.Array]:
+    return kernel_call_p.bind(*operands, operation=operation)
+
+
+def _impl(*operands: jax.Array, operation: Operation) -> list[jax.Array]:
+    return _run(operation, *operands)
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, operation: Operation) -> tuple[list[Any], list[int]]:
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+
+    def in_front(x: Any, axis: int | None) -> Any:
+        return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+
+    moved = [in_front(x, axis) for x, axis in zip(operands, axes, strict=True)]
+    batch = moved[0].shape[1]
+    folded = [jnp.reshape(x, (size * batch, *x.shape[2:])) for x in moved]
+    results = call(operation, *folded)
+    return [jnp.reshape(x, (size, batch, *x.shape[1:])) for x in results], [0] * len(results)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
+    partitioned = partition.partitioned(functools.partial(_local_call, operation), operation.dimensions, ctx.avals_in)
+    return mlir.lower_fun(partitioned, multiple_results=True)(ctx, *operands)
+
+
+def _local_call(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(local_call_p.bind(*operands, operation=operation))
+
+
+def _lower_local_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
+    # One device's part of the call knows no mesh, whatever mesh the caller has set.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        local = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
+        return mlir.lower_fun(operation.elsewhere, multiple_results=True)(local, *operands)
+
+
+def _lower_local_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
+    target = detect_target() if operation.arch is None else Target(operation.arch)
+    if _has_cuda_device():
+        register()  # says what is missing if the library is
+    else:
+        unavailable_reason()  # lowering for another machine: registers if it can
+    avals_out = [*ctx.avals_out]
+    planned = operation.plan(ctx.avals_in, target)
+    avals_out += [jax.core.ShapedArray(x.shape, x.dtype) for x in planned.scratch]
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in (*ctx.avals_in, *avals_out)]
+    plan, cubins = encode(planned.plan, sizes, {artefact.sha256: artefact.cubin for artefact in planned.artefacts})
+    lowered = jax.ffi.ffi_lowering(TARGET_NAME)(ctx.replace(avals_out=avals_out), *operands, plan=plan, cubins=cubins)
+    return lowered[: len(ctx.avals_out)]
+
+
+def _has_cuda_device() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return False
+
+
+for _primitive in (kernel_call_p, local_call_p):
+    _primitive.def_abstract_eval(_abstract_eval)
+    _primitive.def_impl(_impl)
+batching.primitive_batchers[kernel_call_p] = _batch
+mlir.register_lowering(kernel_call_p, _lower)
+mlir.register_lowering(local_call_p, _lower_local_elsewhere)
+mlir.register_lowering(local_call_p, _lower_local_cuda, platform="cuda")
