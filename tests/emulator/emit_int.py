@@ -327,7 +327,9 @@ def bits_and_bytes(t: Translator, ins: Instruction) -> None:
             "popc": "lambda v: v.bit_count()",
             "clz": f"lambda v: {bits} - v.bit_length()",
             "brev": f"lambda v: int(format(v, '0{bits}b')[::-1], 2)",
-            "bfind": f"lambda v: (((v ^ {mask}) if {is_signed} and v >> {bits - 1} else v).bit_length() - 1) & 0xffffffff",
+            "bfind": (
+                f"lambda v: (((v ^ {mask}) if {is_signed} and v >> {bits - 1} else v).bit_length() - 1) & 0xffffffff"
+            ),
         }
         out = bits if name == "brev" else 32
         t.set(d, f"per_lane({table[name]}, {out}, {a})", INT_KIND[out], a.uniform)

@@ -130,9 +130,8 @@ def atomic(t: Translator, ins: Instruction) -> None:
         else:
             rendered.append(str(t.value(v, kind)))
     source, _ = address(t, a)
-    t.line(
-        f"t = w.atomic({space(ins)!r}, {source}, {operation!r}, {suffix!r}, [{', '.join(rendered)}], {t.mask}, {order!r})"
-    )
+    values_text = ", ".join(rendered)
+    t.line(f"t = w.atomic({space(ins)!r}, {source}, {operation!r}, {suffix!r}, [{values_text}], {t.mask}, {order!r})")
     if destination is not None:
         for i, target in enumerate(destination[1] if destination[0] == "v" else [destination]):
             if target[0] != "_":

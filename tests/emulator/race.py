@@ -1,9 +1,9 @@
 """Happens-before race detection with vector clocks.
 
-Every warp and every asynchronous operation in flight is an *entity*: a column of the vector clocks. A warp's clock is an
-array of shape (3, entities): row 0 is what happened before; rows 1 and 2 are what happened before *and* has been made
-visible to the async proxy (``fence.proxy.async``), for shared and for global memory. Synchronisation joins clocks by an
-elementwise maximum. A :class:`Shadow` keeps, per 4-byte granule, the last write (entity, clock, flags) and each
+Every warp and every asynchronous operation in flight is an *entity*: a column of the vector clocks. A warp's clock is
+an array of shape (3, entities): row 0 is what happened before; rows 1 and 2 are what happened before *and* has been
+made visible to the async proxy (``fence.proxy.async``), for shared and for global memory. Synchronisation joins clocks
+by an elementwise maximum. A :class:`Shadow` keeps, per 4-byte granule, the last write (entity, clock, flags) and each
 entity's last read, and raises :class:`RaceError` for two accesses that the clocks do not order.
 
 Asynchronous operations take a column for their lifetime. A column is used again only by an operation whose issuer has
