@@ -27,6 +27,7 @@ TIMEOUT_SECONDS = 600
 
 BUILDERS: dict[tuple[str, str], str] = {
     ("sm_90a", "forward"): "jax_fa4.kernels.sm90.forward.kernel",
+    ("sm_100f", "forward"): "jax_fa4.kernels.sm100.forward.kernel",
 }
 """Module that builds the kernel of each (arch, kind)."""
 

@@ -8,17 +8,18 @@ from jax_fa4.ffi.plan import ArtefactRef, Fill, Kernel, LaunchPlan, Parameter, S
 from jax_fa4.kernels.artefact import Artefact, ArtefactError
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.sm90.forward import plan as sm90_forward
+from jax_fa4.kernels.sm100.forward import plan as sm100_forward
 from jax_fa4.kernels.spec import UnsupportedSpecError, padded_head_dim
 
-DEFAULT_SM_COUNT = 132
-"""Multiprocessors assumed where the device is not known (H100 and H200 SXM); any value gives right results."""
+DEFAULT_SM_COUNT = {"sm_90a": 132, "sm_100f": 148}
+"""Multiprocessors assumed where the device is not known (H100 and H200 SXM; B200); any value gives right results."""
 
 MINUS_INFINITY_BITS = 0xFF800000
 
-_FORWARD_KERNELS = {"sm_90a": sm90_forward.forward_kernel}
+_FORWARD_KERNELS = {"sm_90a": sm90_forward.forward_kernel, "sm_100f": sm100_forward.forward_kernel}
 
 
-def forward_plan(artefact: Artefact, problem: ForwardProblem, *, sm_count: int = DEFAULT_SM_COUNT) -> LaunchPlan:
+def forward_plan(artefact: Artefact, problem: ForwardProblem, *, sm_count: int | None = None) -> LaunchPlan:
     """Plan that computes out and lse; buffers as :meth:`ForwardProblem.buffers` numbers them.
 
     Raises ValueError where the artefact's spec does not serve the problem.
@@ -38,7 +39,7 @@ def forward_plan(artefact: Artefact, problem: ForwardProblem, *, sm_count: int =
     if problem.seqlen_k == 0:
         buffers = problem.buffers(spec.varlen)
         return LaunchPlan(steps=(Fill(buffers.out, problem.out_bytes), _clear_lse(problem, spec.varlen)))
-    kernel = builder(artefact, problem, sm_count)
+    kernel = builder(artefact, problem, sm_count or DEFAULT_SM_COUNT[spec.arch])
     check_parameters(kernel, artefact)
     return LaunchPlan(steps=(kernel,), artefacts=(ArtefactRef(artefact.sha256, artefact.entry),))
 

@@ -187,8 +187,38 @@ def _sm90_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     return Tile(m=128, n=80, stages=2)
 
 
+def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """Query tiles in flight (one or two of 128 rows), and ring slots for chunks of K and V that fill the rest.
+
+    Chunks make the ring's slots small enough that at least one and a half key blocks are in flight. Options:
+    ``kchunks``, ``vchunks`` (chunks of a key block), ``exp2fma`` (of 16 pairs, those whose exponentials the FMA units
+    compute: where the special-function unit is the limit).
+    """
+    rows, columns = 128, 64
+    box = rows * columns * 2
+    available = 224 * 1024
+    boxes, boxes_v = -(-head_dim // columns), -(-head_dim_v // columns)
+    # Tensor memory has room for two accumulators of up to 128 columns beside the scores, or one of up to 256.
+    tiles = 2 if boxes_v <= 2 and boxes <= 3 else 1
+    k_chunks, v_chunks = 1, 1
+    slot = max(boxes, boxes_v)
+    if slot > 2:
+        slot = 1 if boxes == 3 else 2
+        k_chunks = -(-boxes // slot)
+        v_chunks = next(chunks for chunks in (1, 2, 4, 8) if boxes_v <= slot * chunks)
+    free = available - tiles * boxes * box
+    slots = (free - tiles * boxes_v * box) // (slot * box)
+    if 2 * slots < 3 * (k_chunks + v_chunks):
+        # O leaves through the memory of Q instead.
+        slots = free // (slot * box)
+    exp2fma = 0 if tiles == 1 or head_dim > 128 else 2 if head_dim > 64 else 3
+    options = (("exp2fma", exp2fma), ("kchunks", k_chunks), ("vchunks", v_chunks))
+    return Tile(m=rows * tiles, n=128, stages=min(slots, 4 * (k_chunks + v_chunks)), options=options)
+
+
 _TILE_TABLES = {
     ("sm_90a", "forward"): _sm90_forward_tile,
+    ("sm_100f", "forward"): _sm100_forward_tile,
 }
 
 STANDARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))

@@ -1,0 +1,1 @@
+"""Kernels for Blackwell (sm_100f: the 10.x family)."""

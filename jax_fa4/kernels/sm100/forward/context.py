@@ -1,0 +1,55 @@
+"""(DSL) What the kernel's prologue hands to every role: addresses, maps, edges, problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from jax_fa4.kernels.common.invariant import Invariant
+from jax_fa4.kernels.sm100.forward.config import ForwardConfig
+from jax_fa4.kernels.sm100.forward.pipeline import Edges
+from jax_fa4.kernels.sm100.forward.shared import SharedMap
+from jax_fa4.kernels.sm100.forward.work import Problem
+
+
+@dataclass(frozen=True)
+class TensorMaps(Invariant):
+    """Generic addresses of the TMA descriptors."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+    o: Int64
+
+
+@dataclass(frozen=True)
+class Context(Invariant):
+    """``element``: DSL type of query, key, value and out. ``base``: shared-memory address of the map's start.
+    ``scale_log2``: softmax scale times log2 e, above 0. ``output``, ``lse``: global addresses. ``head_dim_v``: the true
+    one (the config has the padded one)."""
+
+    config: ForwardConfig
+    element: type
+    shared: SharedMap
+    base: Int32
+    edges: Edges
+    maps: TensorMaps
+    problem: Problem
+    scale_log2: Float32
+    output: Int64
+    lse: Int64
+    head_dim_v: Int32
+
+    def slot_address(self, slot: Int32) -> Int32:
+        """Shared-memory address of a slot of the K/V ring."""
+        return self.base + self.shared.kv + slot * self.config.kv_slot_bytes
+
+    def first_tile(self) -> Int32:
+        """Index of this CTA's first work item."""
+        return cute.arch.block_idx()[0]
+
+    def next_tile(self, index: Int32) -> Int32:
+        """Index of the item after ``index``: the CTAs take turns (with one CTA an item, there is none)."""
+        return index + cute.arch.grid_dim()[0]
