@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_fa4.config import DIFFERENTIABLE, AttentionConfig, Gradients, Operands
 from jax_fa4.implementations.base import Implementation
+from jax_fa4.varying import vary, varying_axes
 
 OUT_NAME = "jax_fa4_out"
 """Checkpoint name of the output."""
@@ -41,19 +42,9 @@ def _named(out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def _vary_alike(operands: Operands) -> Operands:
-    """Inside shard_map, makes every operand vary over the union of the operands' manual mesh axes.
-
-    The gradient of an operand that is replicated over an axis on which others vary is a sum over that axis; the cast's
-    transpose is that sum. Left to the rule, it would be dropped silently.
-    """
-    leaves = jax.tree.leaves(operands)
-    union = frozenset[Any]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-
-    def cast(x: Array) -> Array:
-        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, operands) if union else operands
+    """Inside shard_map, makes every operand vary over all the axes over which one does (see :func:`vary`)."""
+    leaves, tree = jax.tree.flatten(operands)
+    return jax.tree.unflatten(tree, vary(varying_axes(operands), *leaves))
 
 
 # The functions below are jitted so that an eager call is one compiled program, and so that a choice that depends on

@@ -1,12 +1,10 @@
-"""Options of the whole test suite, and eight CPU devices for tests that need a mesh."""
-
-import os
+"""Options of the whole test suite."""
 
 import jax
 import pytest
 
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    jax.config.update("jax_num_cpu_devices", 8)
+# Sharding tests need a mesh; the other tests use the first device as ever.
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
