@@ -1,0 +1,174 @@
+"""Attention on one GPU: jax_fa4 next to cuDNN (through ``jax.nn``) in the same run, as TFLOP/s.
+
+    python benchmarks/attention.py [--direction forward backward] [--cells 128:causal:2x8192 ...] [--out TABLE.md]
+
+The 24 cells: head_dim 64, 128, 256; full and causal; batch x sequence 32x512, 8x2048, 2x8192, 1x16384 (16k tokens);
+heads x head_dim = 2048; bfloat16. FLOP counts: forward 4·B·N·T·S·D, backward 2.5 times that, causal half of either.
+Input is random normal. The backward is timed alone: its residuals are computed once, outside of the timed function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import functools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from timing import Timing, compare
+
+import jax_fa4
+
+WIDTH = 2048  # heads x head_dim
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    head_dim: int
+    causal: bool
+    batch: int
+    length: int
+
+    @property
+    def heads(self) -> int:
+        return WIDTH // self.head_dim
+
+    @property
+    def forward_flop(self) -> float:
+        full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+    @property
+    def name(self) -> str:
+        return f"{self.head_dim}:{'causal' if self.causal else 'full'}:{self.batch}x{self.length}"
+
+
+CELLS = tuple(
+    Cell(head_dim, causal, batch, length)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for batch, length in ((32, 512), (8, 2048), (2, 8192), (1, 16384))
+)
+
+
+def implementations(causal: bool) -> dict[str, Callable]:
+    """The functions compared, by the name of their table column."""
+    return {
+        "jax_fa4": functools.partial(jax_fa4.attention, is_causal=causal, implementation="fa4"),
+        "cudnn": functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"),
+    }
+
+
+def operands(cell: Cell) -> tuple[jax.Array, ...]:
+    """query, key, value and the output's cotangent, bfloat16 (batch, length, heads, head_dim)."""
+    keys = jax.random.split(jax.random.key(cell.length + cell.head_dim), 4)
+    shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
+    return tuple(jax.random.normal(k, shape, jnp.bfloat16) for k in keys)
+
+
+def timed_functions(cell: Cell, direction: str) -> dict[str, Callable[[], object]]:
+    """Zero-argument functions of one cell, ready for :func:`timing.compare`."""
+    query, key, value, cotangent = operands(cell)
+    functions: dict[str, Callable[[], object]] = {}
+    for name, function in implementations(cell.causal).items():
+        if direction == "forward":
+            functions[name] = functools.partial(jax.jit(function), query, key, value)
+            continue
+        _, pullback = jax.jit(functools.partial(jax.vjp, function))(query, key, value)
+        functions[name] = functools.partial(jax.jit(lambda pull, g: pull(g)), pullback, cotangent)
+    return functions
+
+
+def measure(cell: Cell, direction: str) -> dict[str, tuple[float, Timing]]:
+    """TFLOP/s and timing of each implementation."""
+    flop = cell.forward_flop * (1.0 if direction == "forward" else 2.5)
+    timings = compare(timed_functions(cell, direction))
+    return {name: (flop / t.median / 1e12, t) for name, t in timings.items()}
+
+
+def recorded(path: Path | None, peer: str, direction: str) -> dict[tuple, float]:
+    """A peer's recorded TFLOP/s by (head_dim, causal, batch, length), from a CSV file with h200.csv's columns."""
+    if path is None:
+        return {}
+    column = {"forward": "tflops_fwd", "backward": "tflops_bwd"}[direction]
+    with path.open() as file:
+        return {
+            (int(r["d"]), r["causal"] == "True", int(r["b"]), int(r["s"])): float(r[column])
+            for r in csv.DictReader(file)
+            if r["peer"] == peer
+        }
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def table(direction: str, cells: list[Cell], peers: Path | None) -> str:
+    """Measures the cells and returns a Markdown table."""
+    other = recorded(peers, "flash-attn-4", direction)
+    lines = [
+        f"### {direction}, TFLOP/s (median; 10th to 90th percentile)",
+        "",
+        "| d | mask | batch x length | jax_fa4 | cuDNN | ratio | flash-attn-4 (recorded) | ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    ratios, other_ratios = [], []
+    for cell in cells:
+        mask = "causal" if cell.causal else "full"
+        try:
+            rates = measure(cell, direction)
+        except Exception as error:  # one failing cell must not lose the others' figures
+            print(f"{direction} {cell.name}: {error}", file=sys.stderr, flush=True)
+            lines.append(f"| {cell.head_dim} | {mask} | {cell.batch}x{cell.length} | failed | | | | |")
+            continue
+        ours, theirs = rates["jax_fa4"], rates["cudnn"]
+        flop = ours[0] * ours[1].median
+        spread = f"{flop / ours[1].high:.0f}–{flop / ours[1].low:.0f}"
+        ratios.append(ours[0] / theirs[0])
+        peer = other.get((cell.head_dim, cell.causal, cell.batch, cell.length))
+        tail = " | |"
+        if peer is not None:
+            other_ratios.append(ours[0] / peer)
+            tail = f" {peer:.0f} | {other_ratios[-1]:.3f} |"
+        lines.append(
+            f"| {cell.head_dim} | {mask} | {cell.batch}x{cell.length} | {ours[0]:.1f} ({spread}) | {theirs[0]:.1f} | "
+            f"{ratios[-1]:.3f} |{tail}"
+        )
+        print(lines[-1], flush=True)
+    summary = f"Geometric mean over {len(ratios)} cells: {geometric_mean(ratios):.3f} of cuDNN"
+    if other_ratios:
+        summary += f", {geometric_mean(other_ratios):.3f} of flash-attn-4's recorded figures"
+    return "\n".join([*lines, "", summary + ".", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--direction", nargs="+", choices=["forward", "backward"], default=["forward", "backward"])
+    parser.add_argument("--cells", nargs="+", help="names like 128:causal:2x8192 (default: all 24)")
+    parser.add_argument("--peers", type=Path, help="CSV of recorded figures, columns as in h200.csv")
+    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    arguments = parser.parse_args()
+    cells = [c for c in CELLS if arguments.cells is None or c.name in arguments.cells]
+    if not cells:
+        parser.error(f"no such cell; the names are {', '.join(c.name for c in CELLS)}")
+    device = jax.devices()[0]
+    header = (
+        f"{datetime.date.today()}, {device.device_kind}, jax {jax.__version__}, jax_fa4 {jax_fa4.__version__}. "
+        f"Command: `python benchmarks/attention.py {' '.join(sys.argv[1:])}`.\n"
+    )
+    text = "\n".join([header, *(table(direction, cells, arguments.peers) for direction in arguments.direction)])
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

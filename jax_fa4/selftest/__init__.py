@@ -1,0 +1,1 @@
+"""Checks the shipped kernels on the GPU at hand: correctness, bitwise repeatability, speed next to cuDNN."""
