@@ -110,8 +110,6 @@ def fence(t: Translator, ins: Instruction) -> None:
             everything = not target.startswith("shared") and "shared" not in kind
             t.line(f"w.proxy_fence({shared}, {everything})")
         return
-    if "mbarrier_init" in ins.parts:
-        return
     t.line("w.fence()")
 
 

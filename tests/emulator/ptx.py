@@ -57,6 +57,7 @@ class Kernel:
     variables: dict[str, Variable] = field(default_factory=dict)
     reqntid: tuple[int, int, int] | None = None
     target: str = ""
+    tensor_hazards: list[tuple[int, int]] | None = None  # sm100/hazards.py: registers used before tcgen05.wait::ld
 
     def type_of(self, register: str) -> str:
         known = self.types.get(register)

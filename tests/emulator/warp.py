@@ -8,6 +8,7 @@ from .copies import distinct
 from .errors import EmulatorError, SyncError
 from .lanes import FULL, f4, u4, u8
 from .race import GENERIC, ORDER, STRONG, Accessor
+from .sm100.warp import WarpTensor
 from .sync import Groups
 from .warp_memory import WarpMemory
 from .warp_sync import WarpSync
@@ -23,7 +24,7 @@ _LANEMASK = {
 }
 
 
-class Warp(WarpMemory, WarpSync):
+class Warp(WarpMemory, WarpSync, WarpTensor):
     """State of one warp. ``line`` is the PTX line of the instruction in progress."""
 
     lanemask = _LANEMASK
@@ -68,6 +69,7 @@ class Warp(WarpMemory, WarpSync):
     def exit(self) -> None:
         if self.wgmma_groups.open or self.wgmma_groups.pending(0, False):
             raise SyncError(f"{self.describe()} exits with wgmma operations in flight")
+        self.tensor_exit()
 
     def trap(self) -> None:
         raise EmulatorError(f"{self.describe()}: trap")

@@ -176,7 +176,7 @@ class WarpSync:
         if self.cluster_phase is not None:
             raise SyncError(f"{self.describe()}: barrier.cluster.arrive twice without a wait")
         self.cluster_phase = barrier.phase
-        complete = barrier.arrive(int(mask.sum()), None if relaxed else self.clocks)
+        complete = barrier.arrive(int(mask.sum()), self.fence_clock if relaxed else self.clocks)
         self.tick()
         self.machine.progress += 1
         if complete:

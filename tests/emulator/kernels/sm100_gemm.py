@@ -227,12 +227,13 @@ class Gemm:
             with cute.arch.elect_one():
                 done.release()
             tmem.relinquish_alloc_permit()
+            pipeline.NamedBarrier(2, 32 * EPILOGUE_WARPS).arrive_and_wait()
             tmem.free(address)
 
 
 def build(**options):
     """``(host function, fake arguments)`` of GemmConfig(**options); A, B: (rows, K) views, C: (M, N) float32."""
-    config = GemmConfig(**options)
+    config = GemmConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
     dtype = DTYPES[config.dtype]
 
     def operand(major: str) -> cute.Tensor:

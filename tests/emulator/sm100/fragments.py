@@ -23,9 +23,9 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fragment:
-    """Words of one tcgen05.ld/st, relative to its address.
+    """Words of one tcgen05.ld/st, relative to its address. One object per form (``fragment``), hashed by identity.
 
     lanes, columns: int arrays (registers, 32 threads). columns_low is the first column of each register, and with
     ``packed`` the register holds the low halves of that column and the next.

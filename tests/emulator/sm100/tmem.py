@@ -46,6 +46,9 @@ class TensorMemory:
         self.owned = np.zeros(COLUMNS, bool)
         self.allocations: dict[int, int] = {}
         self.may_allocate = True
+        # An allocation under way: columns asked for, and the column granted to it.
+        self.requested: int | None = None
+        self.granted: int | None = None
 
     def find_free(self, columns: int) -> int | None:
         """First free, size-aligned run of ``columns``; None when the caller has to wait.

@@ -1,0 +1,148 @@
+"""Small CuTe-DSL GEMMs for sm_100f, compiled here and run in the emulator: SS and TS, one CTA and pairs, multicast."""
+
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.emulator.kernel_compiler import compile_many
+from tests.emulator.launch import Options, run_foreign
+from tests.emulator.memory import GlobalMemory
+from tests.emulator.tma import TensorMap
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+
+SEEDS = (0, 1, 2, 3)
+K_TILE = 64
+THREADS = 192
+SWIZZLE_OF_BYTES = {32: 1, 64: 2, 128: 3}
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+SS = [
+    {"m": 128, "n": 64},
+    {"m": 128, "n": 256, "dtype": "float16"},
+    {"m": 64, "n": 64},
+    {"m": 128, "n": 128, "a_major": "mn"},
+    {"m": 128, "n": 64, "b_major": "mn"},
+    {"m": 64, "n": 128, "a_major": "mn", "b_major": "mn", "dtype": "float16"},
+    {"m": 128, "n": 64, "cluster": [2, 2]},
+    {"m": 256, "n": 128, "ctas": 2, "cluster": [2, 1]},
+    {"m": 128, "n": 64, "ctas": 2, "cluster": [2, 1]},
+    {"m": 256, "n": 64, "ctas": 2, "cluster": [4, 2]},
+    {"m": 256, "n": 256, "ctas": 2, "cluster": [2, 1], "a_major": "mn", "b_major": "mn"},
+]
+TS = [
+    {"m": 128, "n": 64, "k": 128},
+    {"m": 128, "n": 128, "k": 64, "b_major": "k", "dtype": "float16"},
+    {"m": 256, "n": 64, "k": 128, "ctas": 2},
+    {"m": 256, "n": 128, "k": 64, "ctas": 2, "b_major": "k"},
+]
+
+
+def named(options: dict) -> str:
+    return "-".join(f"{key}={value}" for key, value in options.items())
+
+
+@pytest.fixture(scope="module")
+def ss_ptx():
+    return dict(zip(map(named, SS), compile_many("tests.emulator.kernels.sm100_gemm", "sm_100f", SS), strict=True))
+
+
+@pytest.fixture(scope="module")
+def ts_ptx():
+    return dict(zip(map(named, TS), compile_many("tests.emulator.kernels.sm100_gemm_ts", "sm_100f", TS), strict=True))
+
+
+def entry_of(ptx: str) -> str:
+    (line,) = [line for line in ptx.splitlines() if ".entry" in line]
+    return line.split(".entry")[1].strip().rstrip("(")
+
+
+def operand(rng, rows: int, k: int, dtype: str, major: str) -> tuple[np.ndarray, np.ndarray]:
+    """(buffer, its (rows, k) view): K-major or MN-major storage."""
+    buffer = rng.standard_normal((rows, k) if major == "k" else (k, rows)).astype(DTYPES[dtype])
+    return buffer, buffer if major == "k" else buffer.T
+
+
+def tensor_map(base: int, dtype: str, rows: int, k: int, major: str, box_rows: int, box_k: int) -> TensorMap:
+    """The map of one operand: boxes as wide as the swizzle (at most 128 bytes) along the contiguous dimension."""
+    inner, outer = (k, rows) if major == "k" else (rows, k)
+    box_inner, box_outer = (box_k, box_rows) if major == "k" else (box_rows, box_k)
+    box_inner = min(box_inner, 64)
+    return TensorMap(base, dtype, (inner, outer), (inner * 2,), (box_inner, box_outer), SWIZZLE_OF_BYTES[2 * box_inner])
+
+
+def map_buffers(memory: GlobalMemory, **arrays: np.ndarray) -> list[int]:
+    return [memory.add(name, array.reshape(-1).view(np.uint8)).base for name, array in arrays.items()]
+
+
+def check(c: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+    want = a.astype(np.float64) @ b.astype(np.float64).T
+    np.testing.assert_allclose(c, want, rtol=1e-5, atol=1e-4)
+
+
+def run_ss(ptx: str, options: dict, seed: int, k: int = 256):
+    """Runs a grid of one cluster; returns (report, c, a view, b view)."""
+    o = {"dtype": "bfloat16", "ctas": 1, "a_major": "k", "b_major": "k", "cluster": [1, 1], **options}
+    cluster_m, cluster_n = o["cluster"]
+    m, n = o["m"] * cluster_m // o["ctas"], o["n"] * cluster_n
+    rng = np.random.default_rng(seed)
+    a, a_view = operand(rng, m, k, o["dtype"], o["a_major"])
+    b, b_view = operand(rng, n, k, o["dtype"], o["b_major"])
+    c = np.full((m, n), np.nan, np.float32)
+    memory = GlobalMemory()
+    base_a, base_b, base_c = map_buffers(memory, a=a, b=b, c=c)
+    # A CTA loads its rows divided by the number of CTAs that receive the same rows by multicast.
+    rows_a = o["m"] // o["ctas"] // cluster_n
+    rows_b = o["n"] // o["ctas"] // (cluster_m // o["ctas"])
+    parameters = [
+        bytes(32 * o["ctas"]),
+        tensor_map(base_a, o["dtype"], m, k, o["a_major"], rows_a, K_TILE),
+        struct.pack("<ii", m, k),
+        tensor_map(base_b, o["dtype"], n, k, o["b_major"], rows_b, K_TILE),
+        struct.pack("<ii", n, k),
+        struct.pack("<Qiiq", base_c, m, n, n),
+    ]
+    grid, cluster = (cluster_m, cluster_n, 1), (cluster_m, cluster_n, 1)
+    report = run_foreign(
+        ptx, entry_of(ptx), grid, (THREADS, 1, 1), cluster, 180 * 1024, parameters, memory, Options(seed=seed)
+    )
+    return report, c, a_view, b_view
+
+
+@pytest.mark.parametrize("options", SS, ids=named)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_operands_in_shared_memory(ss_ptx, options, seed):
+    report, c, a, b = run_ss(ss_ptx[named(options)], options, seed)
+    check(c, a, b)
+    assert report.counters["mma_flop"] == 2 * a.size * b.shape[0]
+
+
+@pytest.mark.parametrize("options", TS, ids=named)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_in_tensor_memory(ts_ptx, options, seed):
+    o = {"dtype": "bfloat16", "ctas": 1, "b_major": "mn", **options}
+    ptx, m, n, k = ts_ptx[named(options)], o["m"], o["n"], o["k"]
+    rng = np.random.default_rng(seed)
+    a, _ = operand(rng, m, k, o["dtype"], "k")
+    b, b_view = operand(rng, n, k, o["dtype"], o["b_major"])
+    c = np.full((m, n), np.nan, np.float32)
+    memory = GlobalMemory()
+    base_a, base_b, base_c = map_buffers(memory, a=a, b=b, c=c)
+    parameters = [
+        bytes(32 * o["ctas"]),
+        struct.pack("<Qiiq", base_a, m, k // 2, k // 2),
+        tensor_map(base_b, o["dtype"], n, k, o["b_major"], n // o["ctas"], k),
+        struct.pack("<ii", n, k),
+        struct.pack("<Qiiq", base_c, m, n, n),
+    ]
+    cluster = (o["ctas"], 1, 1)
+    report = run_foreign(
+        ptx, entry_of(ptx), cluster, (THREADS, 1, 1), cluster, 100 * 1024, parameters, memory, Options(seed=seed)
+    )
+    check(c, a, b_view)
+    # B alone comes from shared memory, A from tensor memory.
+    assert report.counters["mma_shared_bytes"] == b.nbytes
+    assert report.counters["tmem_mma_a_bytes"] == a.nbytes
+    assert report.counters["tmem_store_bytes"] == a.nbytes
