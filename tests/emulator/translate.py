@@ -84,6 +84,9 @@ class Translator:
             for block in self.flow.blocks:
                 block.divergent, block.escapes = True, -1
         self.kinds = choose(kernel)
+        for name, kind in self.kinds.items():  # packed pairs are always arrays, even of uniform halves
+            if kind == "x":
+                self.flow.varying |= 1 << self.flow.index[name]
         self.names = {name: f"r{number}" for name, number in self.flow.index.items()}
         self.constants: dict[str, object] = {}
         self.poisoned: set[str] = set(self.flow.entry_live())
