@@ -100,8 +100,8 @@ class Flow:
     that part at the end of block ``b`` meet (``exit_block`` if only at the end).
     """
 
-    def __init__(self, kernel: Kernel, one_dimensional: bool):
-        self.kernel, self.one_dimensional = kernel, one_dimensional
+    def __init__(self, kernel: Kernel, one_dimensional: bool, varying: tuple[str, ...] = ()):
+        self.kernel, self.one_dimensional, self.forced = kernel, one_dimensional, varying
         self.index: dict[str, int] = {}
         self.du = [self._indexed(ins) for ins in kernel.instructions]
         self._blocks()
@@ -257,6 +257,8 @@ class Flow:
             if ins.parts[0] == "mov" and ins.operands[1] == ("r", "%tid.x") and counts[ins.operands[0][1]] == 1
         }
         varying = 0
+        for name in self.forced:  # registers that are always held as arrays
+            varying |= 1 << self._bit(name)
         self.reconvergence: dict[int, int] = {}
         special = [ins.parts[0] in ("mov", "cvt", "add") and self._special(ins) for ins in code]
         elect = [ins.parts[0] == "elect" for ins in code]

@@ -67,7 +67,10 @@ def _float_to_float(t: Translator, ins: Instruction, target: str, source: str, m
         function = "to_bf16" if target == "bf16x2" else "to_f16"
         if mode not in ("rn", "rz") or "satfinite" in modifiers or "rs" in modifiers:
             raise t.fail(ins)
-        expr = f"pack16({function}({low}, {mode!r}, {relu}), {function}({high}, {mode!r}, {relu}))"
+        if mode == "rn" and not relu:
+            expr = f"{'pack_bf16' if target == 'bf16x2' else 'pack_f16'}({low}, {high})"
+        else:
+            expr = f"pack16({function}({low}, {mode!r}, {relu}), {function}({high}, {mode!r}, {relu}))"
         t.set(d, expr, "u", high.uniform and low.uniform)
         return
     v = _source(t, ins, source)

@@ -19,7 +19,10 @@ def _operands(t: Translator, ins: Instruction, kind: str) -> list[Value]:
     if kind == "x":
         values = [Value(f"pair_from_64({v})", "x", False) if v.kind == "U" else v for v in values]
     if "ftz" in ins.parts:
-        values = [Value(f"ftz({v})", kind, v.uniform) for v in values]
+        values = [
+            v if o[0] != "r" or o[1] in t.flushed else Value(f"ftz({v})", kind, v.uniform)
+            for v, o in zip(values, ins.operands[1:], strict=True)
+        ]
     return values
 
 
@@ -175,7 +178,7 @@ def special_function(t: Translator, ins: Instruction) -> None:
         t.set(ins.operands[0], f"{'half2' if kind == 'u' else 'half1'}({function}, {bf16}, {v})", kind, v.uniform)
         return
     kind = _KIND[suffix]
-    v = _operands(t, ins, kind)[0]
+    v = t.value(ins.operands[1], kind) if name == "ex2" else _operands(t, ins, kind)[0]
     if kind == "d":
         table = {"rcp": "(1.0 / {})", "rsqrt": "(1.0 / np.sqrt({}))", "sqrt": "np.sqrt({})"}
         if name not in table:

@@ -358,7 +358,11 @@ def warp_wide(t: Translator, ins: Instruction) -> None:
         if mode == "ballot":
             t.set(d, f"w.bits({p} & {t.mask})", "u", True)
         else:
-            table = {"any": "({p} & {m}).any()", "all": "not (~{p} & {m}).any()", "uni": "w.all_same({p}, {m})"}
+            table = {
+                "any": "count_nonzero({p} & {m})",
+                "all": "not count_nonzero(~{p} & {m})",
+                "uni": "w.all_same({p}, {m})",
+            }
             t.set(d, f"bool({table[mode].format(p=p, m=t.mask)})", "p", True)
     elif name == "redux":
         kind = "f" if ins.parts[-1] == "f32" else "u"

@@ -25,7 +25,7 @@ _TINY = f4(np.finfo(f4).tiny)
 
 def ftz(x):
     """Subnormal float32 values become zeros of the same sign."""
-    return np.where(np.abs(x) < _TINY, np.copysign(f4(0), x), x)
+    return x * (np.abs(x) >= _TINY)
 
 
 # ---- representation changes ------------------------------------------------------------------------------------------
@@ -309,6 +309,26 @@ def to_bf16(x, mode="rn", relu=False):
     out = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16) if mode == "rn" else bits >> 16
     out = np.where(x != x, u4(0x7FFF), out).astype(u2)
     return int(out[0]) if scalar else out
+
+
+def pack_bf16(lo, hi):
+    """``cvt.rn.bf16x2.f32``: two float32 values to one packed pair, rounded to nearest even."""
+    scalar = not (isinstance(lo, np.ndarray) and lo.ndim) and not (isinstance(hi, np.ndarray) and hi.ndim)
+    out = np.empty((32, 2), bf2)
+    out[:, 0] = lo
+    out[:, 1] = hi
+    packed = out.view(u4).reshape(32)
+    return int(packed[0]) if scalar else packed
+
+
+def pack_f16(lo, hi):
+    """``cvt.rn.f16x2.f32``."""
+    scalar = not (isinstance(lo, np.ndarray) and lo.ndim) and not (isinstance(hi, np.ndarray) and hi.ndim)
+    out = np.empty((32, 2), f2)
+    out[:, 0] = lo
+    out[:, 1] = hi
+    packed = out.view(u4).reshape(32)
+    return int(packed[0]) if scalar else packed
 
 
 def to_f16(x, mode="rn", relu=False):

@@ -38,6 +38,7 @@ class Cta:
         self.dynamic_bytes = launch.shared_bytes
         self.shared = Region(f"shared memory of CTA {ctaid}", 0, launch.shared_size)
         self.shared.low = 1024
+        self.shared.versions = np.zeros((launch.shared_size >> 12) + 1, np.int64)
         self.shared.bytes.view(np.uint16)[:] = 0x7FFF
         if machine.detect_races:
             self.shared.shadow = Shadow("shared", launch.shared_size, machine.columns, PROXY_SHARED, True)

@@ -13,17 +13,18 @@ The swizzle XORs bits 4.. of the absolute shared address with bits 7.. of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+
+from .errors import MemoryFault
 
 _XOR = {0: 0, 1: 7, 2: 3, 3: 1}  # wgmma layout type -> mask of address bits that swizzle (128, 64, 32 bytes)
 _CHUNKS = {1: 8, 2: 4, 3: 2}
 
 
-@dataclass(frozen=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """Fields in bytes. ``mode``: 0 none, 1 128-byte, 2 64-byte, 3 32-byte swizzle (the wgmma numbering)."""
 
     start: int
@@ -33,6 +34,7 @@ class Descriptor:
     base_offset: int = 0
 
 
+@lru_cache(maxsize=4096)
 def decode_wgmma(bits: int) -> Descriptor:
     """The 64-bit matrix descriptor of wgmma."""
     return Descriptor(
@@ -81,21 +83,27 @@ def to_float(bits: np.ndarray, bf16: bool) -> np.ndarray:
 
 
 def fetch(region, descriptor: Descriptor, rows: int, k_major: bool, bf16: bool, accessor, line: int, k: int = 16):
-    """An operand tile as float32 of shape (rows, k). Checks bounds and races."""
+    """An operand tile as float32 of shape (rows, k). Checks bounds and races; kept until its memory changes."""
+    identity = (descriptor, rows, k_major, bf16, k)
     phase = descriptor.start & 1023
     key = (phase, descriptor.leading, descriptor.stride, descriptor.mode, rows, k_major, k)
+    kept = region.tiles.get(identity)
+    if kept is not None:
+        low, high, versions, tile, granules, records = kept
+        if region.versions[low:high].tobytes() == versions:
+            if region.shadow is not None:
+                region.shadow.read(granules, accessor, line, records)
+            return tile
     table = chunk_table(*key)
     base = descriptor.start - phase
-    low, high = int(table.min()) * 16 + base, int(table.max()) * 16 + 16 + base
-    if low < region.low or high > region.size:
-        from .errors import MemoryFault
-
-        raise MemoryFault(
-            f"{accessor.describe()}: operand {descriptor} reaches outside {region.name} ({region.size} bytes)"
-        )
+    first, last = int(table.min()) * 16 + base, int(table.max()) * 16 + 16 + base
+    if first < region.low or last > region.size:
+        raise MemoryFault(f"{accessor.describe()}: {descriptor} reaches outside {region.name} ({region.size} bytes)")
+    granules, records = granule_table(*key) + base // 4, None
     if region.shadow is not None:
-        region.shadow.read(granule_table(*key) + base // 4, accessor, line)
+        records = region.shadow.read(granules, accessor, line)
     data = region.view(2, 8)[table + base // 16]
-    if k_major:
-        return to_float(data.reshape(rows, k), bf16)
-    return to_float(data.reshape(k, rows), bf16).T
+    tile = to_float(data.reshape(rows, k), bf16) if k_major else to_float(data.reshape(k, rows), bf16).T
+    low, high = first >> 12, (last - 1 >> 12) + 1
+    region.tiles[identity] = (low, high, region.versions[low:high].tobytes(), tile, granules, records)
+    return tile

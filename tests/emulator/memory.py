@@ -33,6 +33,8 @@ class Region:
             data = np.zeros(-(-size // 16) * 16, np.uint8)
         self.bytes = data
         self._views: dict[tuple[int, int], np.ndarray] = {}
+        self.versions: np.ndarray | None = None  # per 4 KiB, counts writes (shared memory only)
+        self.tiles: dict = {}  # operand tiles read before, by descriptor, valid for the versions they carry
 
     def view(self, itemsize: int, vector: int = 1) -> np.ndarray:
         """The storage as unsigned integers, in rows of ``vector`` elements when that is more than one."""
@@ -46,12 +48,17 @@ class Region:
             self._views[key] = found
         return found
 
+    def touch(self, offset: int, nbytes: int) -> None:
+        """Notes a write, so that operand tiles read earlier are read again."""
+        if self.versions is not None:
+            self.versions[offset >> 12 : (offset + nbytes - 1 >> 12) + 1] += 1
+
     def check(self, offsets: np.ndarray, nbytes: int, who, base: int) -> None:
         """Faults unless every byte offset is aligned to ``nbytes`` and in range."""
-        if ((offsets & (nbytes - 1)) != 0).any():
+        if np.count_nonzero(offsets & (nbytes - 1)):
             bad = offsets[(offsets & (nbytes - 1)) != 0][0]
             raise MemoryFault(f"{who()}: address {int(bad) + base:#x} is not aligned to {nbytes} bytes")
-        low, high = int(offsets.min()), int(offsets.max())
+        low, high = int(np.minimum.reduce(offsets)), int(np.maximum.reduce(offsets))
         if low < self.low or high + nbytes > self.size:
             bad = low if low < self.low else high
             raise MemoryFault(
@@ -133,6 +140,8 @@ def store(region: Region, offsets: np.ndarray, values: np.ndarray, itemsize: int
         raise MemoryFault(f"{who.describe()} writes {region.name}, which is read-only")
     if region.shadow is not None:
         region.shadow.write(granules(offsets, nbytes), who, line)
+    if region.versions is not None:
+        region.versions[offsets >> 12] += 1
     if vector == 1:
         region.view(itemsize)[offsets // itemsize] = values[0]
     else:

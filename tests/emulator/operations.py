@@ -22,14 +22,13 @@ class Operation(AsyncAction):
 
     def __init__(self, warp, what: str):
         self.warp, self.machine, self.cta, self.line, self.what = warp, warp.machine, warp.cta, warp.line, what
-        self.issuer = warp.describe()
         self.done = self.read_done = False
         self.clocks, self.column = self._open(warp.clocks)
         self.accessor = Accessor(self.column, self.clocks, ASYNC, self.report)
 
     def _open(self, source: np.ndarray) -> tuple[np.ndarray, int]:
         columns = self.machine.columns
-        column = columns.operation(f"{self.what} issued by {self.issuer}", self.warp.clocks)
+        column = columns.operation(self.what, self.warp.clocks)
         clocks = source.copy()
         clocks[ORDER, column] = columns.clock[column]
         return clocks, column
@@ -49,7 +48,8 @@ class Operation(AsyncAction):
         join(clocks, self.clocks)
 
     def report(self) -> str:
-        return f"{self.what} issued by {self.issuer}"
+        warp = self.warp
+        return f"{self.what} issued by warp {warp.index} of CTA {warp.cta.ctaid} at PTX line {self.line}"
 
     def signal(self, cta, offset: int, nbytes: int) -> None:
         """``complete_tx`` on the mbarrier at ``offset`` of a CTA."""
@@ -83,6 +83,7 @@ class Operation(AsyncAction):
         if region.shadow is not None:
             region.shadow.write(slice(offset // GRANULE, -(-(offset + len(data)) // GRANULE)), self.accessor, self.line)
         region.bytes[offset : offset + len(data)] = data
+        region.touch(offset, len(data))
 
     def _writable(self, region: Region) -> None:
         if not region.writable:

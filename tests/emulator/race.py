@@ -86,83 +86,93 @@ class Accessor:
 
 
 class Shadow:
-    """Access history of one memory region. Indices are granules: a slice or an integer array."""
+    """Access history of one memory region. Indices are granules: a slice or an integer array.
+
+    Every write makes a record; ``last`` holds each granule's last record (0: never written). Most accesses find one
+    record in all their granules, so the check is a handful of scalar comparisons.
+    """
 
     def __init__(self, name: str, size: int, columns: Columns, proxy_row: int, check_unwritten: bool):
         count = -(-size // GRANULE)
         self.name, self.columns, self.proxy_row = name, columns, proxy_row
         self.check_unwritten = check_unwritten
-        self.writer = np.zeros(count, np.int32)
-        self.write_clock = np.zeros(count, np.int32)
-        self.write_flags = np.zeros(count, np.uint8)
-        self.write_line = np.zeros(count, np.int32)
+        self.last = np.zeros(count, np.int32)
+        self.records: list[tuple[int, int, int, int, Accessor | None]] = [(0, 0, 0, 0, None)]
         self.readers: dict[int, np.ndarray] = {}
-        self.read_lines: dict[int, int] = {}
+        self.latest: dict[int, tuple[int, int, Accessor]] = {}  # column -> (latest clock, line, who) of its reads
 
     def mark_written(self, index) -> None:
         """Memory that the host or an initialising instruction wrote before anybody could race with it."""
-        self.write_flags[index] |= 4
+        self.records.append((0, 0, 0, 0, None))
+        self.last[index] = len(self.records) - 1
 
-    def _ordered_writes(self, index, who: Accessor) -> None:
-        writer, clock = self.writer[index], self.write_clock[index]
-        row = who.clock[self.proxy_row if who.flags & ASYNC else ORDER]
-        bad = clock > row[writer]
-        if not bad.any():
-            return
-        flags = self.write_flags[index]
-        if who.flags & ASYNC:  # writes by the async proxy need no proxy fence
-            bad &= ~((flags & ASYNC).astype(bool) & (clock <= who.clock[ORDER][writer]))
-        if who.flags & STRONG:
-            bad &= (flags & STRONG) == 0
-        bad &= writer != who.column
-        if bad.any():
-            at = int(np.flatnonzero(bad.ravel())[0])
-            column = int(writer.ravel()[at])
-            ordered = clock.ravel()[at] <= who.clock[ORDER][column]
-            place = self._place(index, at)
-            line = int(self.write_line[place // GRANULE])
-            why = "without fence.proxy.async after" if ordered else "not ordered after"
-            raise RaceError(
-                f"{who.describe()} accesses {self.name}+{place:#x}, {why} the write by "
-                f"{self.columns.names[column]} (PTX line {line})"
-            )
+    def records_at(self, index) -> list[int]:
+        """The distinct records of the granules."""
+        found = self.last[index]
+        low, high = int(np.minimum.reduce(found, axis=None)), int(np.maximum.reduce(found, axis=None))
+        return [low] if low == high else np.unique(found).tolist()
 
-    def _place(self, index, at: int) -> int:
+    def _conflict(self, record: int, who: Accessor) -> str | None:
+        """Why an access by ``who`` is not ordered after that write, or None."""
+        column, clock, flags, line, writer = self.records[record]
+        if column == who.column or (flags & STRONG and who.flags & STRONG):
+            return None
+        ordered = clock <= who.clock[ORDER, column]
+        crosses = who.flags & ASYNC and not flags & ASYNC  # writes by the async proxy need no proxy fence
+        if ordered and not (crosses and clock > who.clock[self.proxy_row, column]):
+            return None
+        name = writer.describe() if writer is not None and flags & ASYNC else self.columns.names[column]
+        reason = "without fence.proxy.async after" if ordered else "not ordered after"
+        return f"{reason} the write by {name} (PTX line {line})"
+
+    def check_writes(self, records: list[int], who: Accessor, index) -> None:
+        for record in records:
+            why = self._conflict(record, who) if record else None
+            if why:
+                raise RaceError(f"{who.describe()} accesses {self.name}+{self._place(index, record):#x}, {why}")
+
+    def _place(self, index, record: int) -> int:
+        """Byte offset of the first granule whose last record is ``record``."""
+        at = int(np.flatnonzero(self.last[index].ravel() == record)[0])
         if isinstance(index, slice):
             return (index.start + at) * GRANULE
         return int(np.asarray(index).ravel()[at]) * GRANULE
 
-    def read(self, index, who: Accessor, line: int) -> None:
-        self._ordered_writes(index, who)
-        if self.check_unwritten:
-            missing = (self.write_clock[index] == 0) & (self.write_flags[index] & 4 == 0)
-            if missing.any():
-                place = self._place(index, int(np.flatnonzero(missing.ravel())[0]))
-                raise MemoryFault(f"{who.describe()} reads {self.name}+{place:#x}, which nobody has written")
+    def read(self, index, who: Accessor, line: int, records: list[int] | None = None) -> list[int]:
+        """Checks and notes a read; returns the records found, which may be passed again while nothing is written."""
+        if records is None:
+            records = self.records_at(index)
+        if self.check_unwritten and records[0] == 0:
+            place = self._place(index, 0)
+            raise MemoryFault(f"{who.describe()} reads {self.name}+{place:#x}, which nobody has written")
+        self.check_writes(records, who, index)
         if who.flags & STRONG:
-            return
+            return records
         row = self.readers.get(who.column)
         if row is None:
-            row = self.readers[who.column] = np.zeros(len(self.writer), np.int32)
-        row[index] = self.columns.clock[who.column]
-        self.read_lines[who.column] = line
+            row = self.readers[who.column] = np.zeros(len(self.last), np.int32)
+        clock = int(who.clock[ORDER, who.column])
+        row[index] = clock
+        self.latest[who.column] = (clock, line, who)
+        return records
 
     def write(self, index, who: Accessor, line: int) -> None:
-        self._ordered_writes(index, who)
+        self.check_writes(self.records_at(index), who, index)
         order = who.clock[ORDER]
-        for column, row in self.readers.items():
-            if column != who.column:
-                bad = row[index] > order[column]
-                if bad.any():
-                    place = self._place(index, int(np.flatnonzero(bad.ravel())[0]))
+        for column, (latest, read_line, reader) in self.latest.items():
+            seen = order[column]
+            if latest > seen and column != who.column:
+                row = self.readers[column][index]
+                if np.maximum.reduce(row, axis=None) > seen:
+                    at = int(np.flatnonzero((row > seen).ravel())[0])
+                    start = index.start + at if isinstance(index, slice) else int(np.asarray(index).ravel()[at])
+                    name = reader.describe() if reader.flags & ASYNC else self.columns.names[column]
                     raise RaceError(
-                        f"{who.describe()} overwrites {self.name}+{place:#x}, not ordered after the read by "
-                        f"{self.columns.names[column]} (PTX line about {self.read_lines[column]})"
+                        f"{who.describe()} overwrites {self.name}+{start * GRANULE:#x}, not ordered after the read by "
+                        f"{name} (PTX line about {read_line})"
                     )
-        self.writer[index] = who.column
-        self.write_clock[index] = self.columns.clock[who.column]
-        self.write_flags[index] = who.flags & 3
-        self.write_line[index] = line
+        self.records.append((who.column, int(who.clock[ORDER, who.column]), who.flags & 3, line, who))
+        self.last[index] = len(self.records) - 1
 
 
 def join(target: np.ndarray, source: np.ndarray) -> None:

@@ -108,12 +108,8 @@ def box_view(tensor: TensorMap, region: Region, origin: tuple[int, ...], report)
         raise MemoryFault(
             f"{report()}: the tensor map reaches bytes {start}..{last} of {region.name} ({region.size} bytes)"
         )
-    view = np.lib.stride_tricks.as_strided(
-        region.bytes[start:],
-        (*shape[::-1], size),
-        (*strides[: len(shape)][::-1], 1),
-        writeable=region.bytes.flags.writeable,
-    )
+    shape_bytes, stride_bytes = (*shape[::-1], size), (*strides[: len(shape)][::-1], 1)
+    view = np.ndarray(shape_bytes, np.uint8, region.bytes.data, start, stride_bytes)
     return view, slices, (start, last)
 
 
@@ -160,6 +156,7 @@ class TensorLoad(Operation):
         else:
             chunks = swizzled_chunks(self.offset, nbytes // 16, tensor.swizzle)
             shared.view(8, 2)[chunks] = data.reshape(-1).view(np.uint64).reshape(-1, 2)
+        shared.touch(self.offset, nbytes)
         self.machine.count("async_shared_write", nbytes)
         self.machine.count("global_read", stop - start and view.size)
         self.close()

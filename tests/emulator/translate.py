@@ -79,14 +79,11 @@ class Translator:
 
     def __init__(self, kernel: Kernel, symbols: dict[str, str], one_dimensional: bool, partial: bool = False):
         self.kernel, self.symbols = kernel, symbols
-        self.flow = Flow(kernel, one_dimensional)
+        self.kinds = choose(kernel)
+        self.flow = Flow(kernel, one_dimensional, tuple(n for n, kind in self.kinds.items() if kind == "x"))
         if partial:
             for block in self.flow.blocks:
                 block.divergent, block.escapes = True, -1
-        self.kinds = choose(kernel)
-        for name, kind in self.kinds.items():  # packed pairs are always arrays, even of uniform halves
-            if kind == "x":
-                self.flow.varying |= 1 << self.flow.index[name]
         self.names = {name: f"r{number}" for name, number in self.flow.index.items()}
         self.constants: dict[str, object] = {}
         self.poisoned: set[str] = set(self.flow.entry_live())
@@ -95,6 +92,7 @@ class Translator:
         self.block: Block = Block(0, 0)
         self.mask = "M"
         self.line_number = 0
+        self.flushed = self._flushed()
         self.accumulators = {
             o[1]
             for ins in kernel.instructions
@@ -102,6 +100,19 @@ class Translator:
             for o in (ins.operands[0][1] if ins.operands[0][0] == "v" else [ins.operands[0]])
             if o[0] == "r"
         }
+
+    def _flushed(self) -> set[str]:
+        """Registers that only ``.ftz`` instructions write: never subnormal, so readers need not flush them again."""
+        flushing: dict[str, bool] = {}
+        for ins in self.kernel.instructions:
+            if ins.operands and ins.operands[0][0] == "r":
+                name = ins.operands[0][1]
+                flushing[name] = flushing.get(name, True) and "ftz" in ins.parts
+        unpacked = (i for i in self.kernel.instructions if i.operands and i.operands[0][0] == "v")
+        for ins in unpacked:
+            for operand in ins.operands[0][1]:
+                flushing[operand[1] if operand[0] == "r" else "_"] = False
+        return {name for name, always in flushing.items() if always}
 
     # ---- output ------------------------------------------------------------------------------------------------------
     def line(self, text: str) -> None:
@@ -257,7 +268,7 @@ class Translator:
                 self.indent -= 1
             else:
                 self.line(f"G = {guard} & M")
-                self.line("if G.any():")
+                self.line("if count_nonzero(G):")
                 self.indent += 1
                 self.mask = "G"
                 emitter(self, ins)
@@ -293,7 +304,7 @@ class Translator:
         guard = self.predicate(("!", ("r", last.guard[0])) if last.guard[1] else ("r", last.guard[0]))
         if kind == "trap":
             self.at(last)
-            self.line(f"if {guard if guard.uniform else f'({guard} & M).any()'}: w.trap()")
+            self.line(f"if {guard if guard.uniform else f'count_nonzero({guard} & M)'}: w.trap()")
             self._go(number + 1)
             return
         if guard.uniform:
@@ -308,8 +319,9 @@ class Translator:
             return
         meet = self.flow.reconvergence[number]
         self.line(f"t = {guard} & M")
-        self.line(f"if not t.any(): pc = {number + 1}")
-        self.line(f"elif (t == M).all(): pc = {taken}")
+        self.line("c = count_nonzero(t)")
+        self.line(f"if not c: pc = {number + 1}")
+        self.line(f"elif c == count_nonzero(M): pc = {taken}")
         self.line("else:")
         self.line(f" st.append(({meet}, M, rp)); st.append(({number + 1}, M & ~t, {meet}))")
         self.line(f" M = t; rp = {meet}; pc = {taken}")
@@ -387,6 +399,7 @@ ENVIRONMENT: dict[str, object] = {
     **_poison(),
     **_spreaders(),
     "where": np.where,
+    "count_nonzero": np.count_nonzero,
     "np": np,
 }
 

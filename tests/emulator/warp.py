@@ -105,7 +105,7 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
     def same(self, values, mask):
         """The one value that all active lanes hold; an error if they differ."""
         value = values[self.first(mask)]
-        if ((values != value) & mask).any():
+        if np.count_nonzero((values != value) & mask):
             raise EmulatorError(f"{self.describe()}: lanes disagree on an operand that must be uniform: {values}")
         return value if values.dtype.kind == "f" else int(value) if values.dtype.kind != "b" else bool(value)
 

@@ -58,7 +58,7 @@ class WarpMemory:
         wide = addresses.astype(i8)
         region, offset, _ = self.resolve(space, int(wide[0]))
         offsets = wide - (int(wide[0]) - offset)
-        if int(offsets.min()) >= 0 and int(offsets.max()) < region.size:
+        if int(np.minimum.reduce(offsets)) >= 0 and int(np.maximum.reduce(offsets)) < region.size:
             return [(region, lanes_active, offsets)]
         groups: dict[int, tuple[Region, list[int], list[int]]] = {}
         for i, address in enumerate(wide.tolist()):
@@ -187,6 +187,7 @@ class WarpMemory:
             region.check(where, itemsize * len(arrays), self.describe, base)
             if region.shadow is not None:
                 region.shadow.write(granules(where, itemsize * len(arrays)), self.strong, self.line)
+            region.touch(offset, itemsize * len(arrays))
             view = region.view(itemsize)
             for i, array in enumerate(arrays):
                 at = offset // itemsize + i

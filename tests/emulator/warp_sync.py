@@ -6,6 +6,8 @@ yields that object and then calls :meth:`again` until it returns None.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from .errors import MemoryFault, SyncError
@@ -67,9 +69,8 @@ class WarpSync:
     def mbarrier_arrive(self, address, count: int, mask, tx: int | None = None, relaxed: bool = False) -> int:
         """Arrivals of the active lanes (each counts); with ``tx``, each lane expects that many bytes first."""
         if isinstance(address, int):
-            return self._arrive_one(address, count, int(mask.sum()), tx, relaxed)
-        places, counts = np.unique(address[mask], return_counts=True)
-        for place, lanes in zip(places.tolist(), counts.tolist(), strict=True):
+            return self._arrive_one(address, count, int(np.count_nonzero(mask)), tx, relaxed)
+        for place, lanes in Counter(address[mask].tolist()).items():
             self._arrive_one(place, count, lanes, tx, relaxed)
         return 0
 
@@ -87,13 +88,13 @@ class WarpSync:
 
     def mbarrier_expect(self, address: int, tx: int, mask) -> None:
         barrier = self.mbarrier(address)
-        barrier.tx += tx * int(mask.sum())
+        barrier.tx += tx * int(np.count_nonzero(mask))
         if barrier.advance():
             self.machine.changed(barrier)
 
     def mbarrier_complete(self, address: int, tx: int, mask) -> None:
         barrier = self.mbarrier(address)
-        barrier.complete_tx(tx * int(mask.sum()), self.clocks, self.describe)
+        barrier.complete_tx(tx * int(np.count_nonzero(mask)), self.clocks, self.describe)
         self.tick()
         if barrier.advance():
             self.machine.changed(barrier)
@@ -176,7 +177,7 @@ class WarpSync:
         if self.cluster_phase is not None:
             raise SyncError(f"{self.describe()}: barrier.cluster.arrive twice without a wait")
         self.cluster_phase = barrier.phase
-        complete = barrier.arrive(int(mask.sum()), self.fence_clock if relaxed else self.clocks)
+        complete = barrier.arrive(int(np.count_nonzero(mask)), self.fence_clock if relaxed else self.clocks)
         self.tick()
         self.machine.progress += 1
         if complete:

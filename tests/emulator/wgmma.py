@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from .errors import SyncError, UnsupportedError
 from .lanes import f4
 from .matrix import decode_wgmma, fetch, to_float
 from .operations import Operation
+from .race import ORDER
 from .sync import AsyncAction
 
 _SHAPE = re.compile(r"m64n(\d+)k16")
@@ -33,7 +33,7 @@ class Accumulator:
 
     def load(self, registers: tuple) -> None:
         n = len(registers) * 2
-        stacked = np.stack(registers).reshape(n // 8, 2, 2, 8, 4)  # (n block, half, pair, row, quad)
+        stacked = np.concatenate(registers).reshape(n // 8, 2, 2, 8, 4)  # (n block, half, pair, row, quad)
         self.value = np.ascontiguousarray(stacked.transpose(1, 3, 0, 4, 2)).reshape(16, n)
 
     def show(self) -> None:
@@ -74,12 +74,27 @@ class Product(Operation):
         self.scale = scale_a * scale_b
         self.a_k_major, self.b_k_major, self.bf16 = a_k_major, b_k_major, bf16
 
+    def _open(self, source: np.ndarray) -> tuple[np.ndarray, int]:
+        """Products of one commit group share a column: they run in order and are waited for together."""
+        group = self.warp.wgmma_groups.open
+        if not group:
+            return super()._open(source)
+        clocks, column = source.copy(), group[-1].column
+        clocks[ORDER, column] = self.machine.columns.clock[column]
+        self.machine.columns.busy.add(column)
+        return clocks, column
+
+    def close(self) -> None:
+        self.done = self.read_done = True
+        if not any(other.column == self.column for other in self.warp.wgmma_queue.operations):
+            self.machine.columns.done(self.column)
+
     def execute(self) -> None:
         shared = self.cta.shared
         if isinstance(self.a, int):
             descriptor, row = decode_wgmma(self.a), self.warp.index % 4
             if self.a_k_major:  # this warp's rows start two groups of eight rows further per warp
-                descriptor = replace(descriptor, start=descriptor.start + 2 * row * descriptor.stride)
+                descriptor = descriptor._replace(start=descriptor.start + 2 * row * descriptor.stride)
                 a = fetch(shared, descriptor, 16, True, self.bf16, self.accessor, self.line)
             else:
                 whole = fetch(shared, descriptor, 64, False, self.bf16, self.accessor, self.line)
@@ -105,7 +120,9 @@ class Product(Operation):
 
 def from_registers(registers: tuple, bf16: bool) -> np.ndarray:
     """A from four uint32 registers: (16, 16) float32. Register i: rows +8 (i & 1), columns +8 (i >> 1)."""
-    halves = np.stack(registers).view(np.uint16).reshape(2, 2, 8, 4, 2)  # (column half, row half, row, quad, pair)
+    halves = (
+        np.concatenate(registers).view(np.uint16).reshape(2, 2, 8, 4, 2)
+    )  # (column half, row half, row, quad, pair)
     return to_float(np.ascontiguousarray(halves.transpose(1, 2, 0, 3, 4)).reshape(16, 16), bf16)
 
 
