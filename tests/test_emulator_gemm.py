@@ -6,8 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.emulator import dsl, launch, tma
+from tests.emulator import launch, tma
+from tests.emulator.kernel_compiler import compile_many
 from tests.emulator.memory import GlobalMemory
+from tests.emulator.ptx import parse
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -33,20 +37,33 @@ def multiply(ptx, a, b, majors, dtype, tile, seed):
     grid = (c.shape[0] // tile_m, c.shape[1] // tile_n, 1)
     shared = 1024 + 3 * (tile_m + tile_n) * tile_k * 2 + 2048
     report = launch.run_foreign(
-        ptx, dsl.entry_of(ptx), grid, (384, 1, 1), (1, 1, 1), shared, parameters, memory, launch.Options(seed=seed)
+        ptx, next(iter(parse(ptx))), grid, (384, 1, 1), (1, 1, 1), shared, parameters, memory, launch.Options(seed=seed)
     )
     return c, report
 
 
-@pytest.mark.parametrize("majors", ["kk", "km", "mk", "mm"])
-@pytest.mark.parametrize("dtype,tile_n,tile_k", [("bfloat16", 128, 64), ("float16", 64, 32)])
-def test_gemm_all_majors(majors, dtype, tile_n, tile_k):
-    ptx = dsl.compile_ptx("gemm_sm90", "sm_90a", *majors, dtype, str(tile_n), str(tile_k), "3")
+CASES = [
+    {"major_a": a, "major_b": b, "dtype": dtype, "tile_n": tile_n, "tile_k": tile_k}
+    for dtype, tile_n, tile_k in (("bfloat16", 128, 64), ("float16", 64, 32), ("bfloat16", 256, 16))
+    for a, b in ("kk", "km", "mk", "mm")
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_many("tests.emulator.kernels.gemm_sm90", "sm_90a", CASES)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n].values())))
+def test_gemm_all_majors(compiled, number):
+    case = CASES[number]
+    dtype, tile_n, tile_k = case["dtype"], case["tile_n"], case["tile_k"]
+    majors = case["major_a"] + case["major_b"]
     generator = np.random.default_rng(5)
-    m, n, k = 256, 128, 5 * tile_k + 8
+    m, n, k = 256, 256, 5 * tile_k + 8
     a, b = (generator.standard_normal(s).astype(DTYPES[dtype]) for s in ((m, k), (n, k)))
     expected = a.astype(np.float64) @ b.astype(np.float64).T
     for seed in range(4):
-        c, report = multiply(ptx, a, b, majors, dtype, (128, tile_n, tile_k), seed)
+        c, report = multiply(compiled[number], a, b, majors, dtype, (128, tile_n, tile_k), seed)
         np.testing.assert_allclose(c, expected, atol=2e-5 * np.sqrt(k))
         assert report.counters["mma_flop"] == 2 * m * n * 6 * tile_k

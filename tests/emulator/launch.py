@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import copies, tma, wgmma
-from .cfg import Flow
 from .errors import EmulatorError
 from .machine import Launch, Machine
 from .memory import PARAM_BASE, SHARED_RESERVED, GlobalMemory, Region
@@ -76,10 +75,9 @@ class Program:
             symbols[dynamic.name] = f"(w.cta.window + {place})"
         self.local_bytes = local
         one_dimensional = block[1] == 1 and block[2] == 1
-        self.warp, self.source = compile_kernel(
+        self.warp, self.source, flow = compile_kernel(
             kernel, symbols, one_dimensional, block[0] * block[1] * block[2] % 32 != 0
         )
-        flow = Flow(kernel, one_dimensional)
         self.block_count = len(flow.blocks)
         self.histograms = []
         for b in flow.blocks:

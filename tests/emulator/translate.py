@@ -405,7 +405,7 @@ ENVIRONMENT: dict[str, object] = {
 
 
 def compile_kernel(kernel: Kernel, symbols: dict[str, str], one_dimensional: bool, partial: bool = False):
-    """Translates and compiles. Returns (generator function of a warp, source text)."""
+    """Translates and compiles. Returns (generator function of a warp, source text, flow)."""
     from . import emit_async, emit_cvt, emit_float, emit_int, emit_memory, emit_sync, tcgen05_emit  # noqa: F401
 
     translator = Translator(kernel, symbols, one_dimensional, partial)
@@ -413,4 +413,4 @@ def compile_kernel(kernel: Kernel, symbols: dict[str, str], one_dimensional: boo
     environment = dict(ENVIRONMENT)
     environment.update(translator.constants)
     exec(compile(source, f"<ptx {kernel.name[:60]}>", "exec"), environment)
-    return environment["warp"], source
+    return environment["warp"], source, translator.flow

@@ -134,10 +134,17 @@ def operand(major: str, dtype):
     return make_fake_compact_tensor(dtype, (rows, depth), stride_order=order, assumed_align=16)
 
 
-def build(major_a: str, major_b: str, dtype: str, tile_n: str, tile_k: str, stages: str) -> None:
+def build(
+    major_a: str = "k",
+    major_b: str = "k",
+    dtype: str = "bfloat16",
+    tile_n: int = 128,
+    tile_k: int = 64,
+    stages: int = 3,
+):
+    """The host function and its fake arguments, for the kernel compiler of the tests."""
     element = {"bfloat16": BFloat16, "float16": Float16}[dtype]
-    gemm = Gemm(int(tile_n), int(tile_k), int(stages))
-    c = make_fake_compact_tensor(
-        Float32, (cute.sym_int(), cute.sym_int(divisibility=8)), stride_order=(1, 0), assumed_align=16
-    )
-    cute.compile(gemm, operand(major_a, element), operand(major_b, element), c, make_fake_stream())
+    sizes = (cute.sym_int(), cute.sym_int(divisibility=8))
+    c = make_fake_compact_tensor(Float32, sizes, stride_order=(1, 0), assumed_align=16)
+    arguments = (operand(major_a, element), operand(major_b, element), c, make_fake_stream())
+    return Gemm(tile_n, tile_k, stages), arguments
