@@ -109,10 +109,13 @@ class TensorCore:
         self.column = machine.columns.operation(f"tensor core for {issuer}", clocks)
         self.clock = np.zeros((3, machine.columns.capacity), np.int32)
         self.line = 0
-        self.accessor = Accessor(self.column, self.clock, ASYNC, self.describe)
+        self.accessor: Accessor = None  # type: ignore[assignment]
 
     def describe(self) -> str:
-        return f"tensor core, issued by {self.issuer} at PTX line {self.line},"
+        return self._at(self.line)
+
+    def _at(self, line: int) -> str:
+        return f"tensor core, issued by {self.issuer} at PTX line {line},"
 
     def report(self) -> str:
         return f"{len(self.queue)} tcgen05 operations of {self.issuer}, the first of PTX line {self.queue[0][1]}"
@@ -129,6 +132,8 @@ class TensorCore:
         columns = self.machine.columns
         columns.clock[self.column] += 1
         self.clock[ORDER, self.column] = columns.clock[self.column]
+        line = self.line
+        self.accessor = Accessor(self.column, self.clock, ASYNC, lambda: self._at(line))
         work(self)
         return not self.queue
 

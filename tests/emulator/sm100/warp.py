@@ -45,8 +45,13 @@ class _Port:
         self.deferred: list = []
         self.unwaited = False
 
-    def tick(self) -> None:
-        self.machine.columns.clock[self.column] += 1
+    def start(self, clocks: np.ndarray) -> np.ndarray:
+        """The clock of a new access issued at ``clocks``."""
+        columns = self.machine.columns
+        columns.clock[self.column] += 1
+        mine = clocks.copy()
+        mine[ORDER, self.column] = columns.clock[self.column]
+        return mine
 
     def wait(self, clocks: np.ndarray) -> None:
         for work in self.deferred:
@@ -147,10 +152,10 @@ class WarpTensor:
         self._whole(mask, "tcgen05.ld")
         unit, where = self._tensor_place(part, address)
         port, line = self._port("_loads"), self.line
-        port.tick()
+        clocks = port.start(self.clocks)
         self.machine.count("tmem_load_bytes", part.registers * 128)
 
-        def perform(clocks: np.ndarray) -> np.ndarray:
+        def perform() -> np.ndarray:
             if unit.shadow is not None:
                 who = Accessor(port.column, clocks, GENERIC, lambda: self._at(line))
                 unit.shadow.read(_granules(part, where), who, line)
@@ -164,15 +169,14 @@ class WarpTensor:
             return values
 
         if at_once:
-            values = perform(self.clocks)
+            values = perform()
             port.wait(self.clocks)
             return values
         port.unwaited = True
         if not self._defers():
-            return perform(self.clocks)
+            return perform()
         values = np.full((part.registers, 32), POISON, np.uint32)
-        clocks = self.clocks.copy()
-        port.deferred.append(lambda: np.copyto(values, perform(clocks)))
+        port.deferred.append(lambda: np.copyto(values, perform()))
         return values
 
     def tensor_store(self, part: Fragment, address: int, registers: np.ndarray, mask) -> None:
@@ -180,21 +184,20 @@ class WarpTensor:
         self._whole(mask, "tcgen05.st")
         unit, where = self._tensor_place(part, address)
         port, line = self._port("_stores"), self.line
-        port.tick()
+        clocks = port.start(self.clocks)
         port.unwaited = True
         self.machine.count("tmem_store_bytes", part.registers * 128)
 
-        def perform(clocks: np.ndarray) -> None:
+        def perform() -> None:
             if unit.shadow is not None:
                 who = Accessor(port.column, clocks, GENERIC, lambda: self._at(line))
                 unit.shadow.write(_granules(part, where), who, line)
             fragments.store(unit.memory, where, part, registers)
 
         if self._defers():
-            clocks = self.clocks.copy()
-            port.deferred.append(lambda: perform(clocks))
+            port.deferred.append(perform)
         else:
-            perform(self.clocks)
+            perform()
 
     def tensor_wait(self, which: str, mask) -> None:
         """tcgen05.wait::ld or ::st (``which``)."""
