@@ -19,7 +19,7 @@ KERNELS = "fa4"
 CUDNN = "cudnn"
 """Handed over to ``jax.nn.dot_product_attention``; not in the registry."""
 
-PLAIN_SCORES = 2**22
+PLAIN_SCORES = 2**20
 """``implementation=None`` without kernels: at most so many scores (B * N * T * S) run as plain XLA, more blockwise."""
 
 

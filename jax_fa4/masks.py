@@ -62,13 +62,13 @@ def affine_key_blocks(
     if left is not None:
         first_key = maximum(row + offset - left, 0)
     stop_key = maximum(kv_len, 0)
-    # A tile wholly past q_len sees nothing.
-    stop_key = stop_key * maximum(minimum(last - row + 1, 1), 0)
     if right is not None:
         stop_key = minimum(stop_key, maximum(last + offset + right + 1, 0))
     start = first_key // tile_n
-    stop = (stop_key + (tile_n - 1)) // tile_n
-    return start, maximum(stop, start)
+    blocks = (stop_key + (tile_n - 1)) // tile_n - start
+    # 1 if there is a key between the bounds and a row before q_len, else 0: rounding to blocks hides that.
+    some = maximum(minimum(minimum(stop_key - first_key, last - row + 1), 1), 0)
+    return start, start + blocks * some
 
 
 def affine_full_key_blocks(

@@ -26,13 +26,23 @@ from jax_fa4.implementations.base import Implementation
 from jax_fa4.implementations.numerics import accumulator_dtype, einsum, group_heads, scale_of
 from jax_fa4.masks import Intersection, mask_of
 
-TILE = 512
-"""Largest number of query rows and of keys in a tile."""
+TILE_SCORES = 2**18
+"""Scores in one tile of all batch entries and heads: 1 MiB, about what a CPU core's second-level cache holds."""
+TILE_LIMITS = (128, 512)
+"""Least and greatest tile length: shorter ones are too small for a matrix product, longer ones skip too little."""
 
 
-def _tile(length: int) -> tuple[int, int]:
-    """(tile, blocks) for a sequence: equal tiles, as few as :data:`TILE` allows, with little padding."""
-    blocks = -(-length // TILE)
+def _tile_limit(dims: Dims) -> int:
+    """Largest number of query rows and of keys in a tile: a power of two."""
+    tile = TILE_LIMITS[1]
+    while tile > TILE_LIMITS[0] and dims.batch * dims.query_heads * tile * tile > TILE_SCORES:
+        tile //= 2
+    return tile
+
+
+def _tile(length: int, limit: int) -> tuple[int, int]:
+    """(tile, blocks) for a sequence: equal tiles, as few as ``limit`` allows, so that padding is below one a tile."""
+    blocks = -(-length // limit)
     return -(-length // blocks), blocks
 
 
@@ -155,7 +165,8 @@ def _pad(x: Array, axis: int, length: int) -> Array:
 
 def _cut(config: AttentionConfig, operands: Operands) -> _Call:
     dims = dims_of(operands)
-    (tile_m, blocks_m), (tile_n, blocks_n) = _tile(dims.query_length), _tile(dims.key_length)
+    limit = _tile_limit(dims)
+    (tile_m, blocks_m), (tile_n, blocks_n) = _tile(dims.query_length, limit), _tile(dims.key_length, limit)
     mask = mask_of(config, operands, padded_t=tile_m * blocks_m, padded_s=tile_n * blocks_n)
     dtype = accumulator_dtype(operands.query.dtype)
     bias = operands.bias
