@@ -110,7 +110,7 @@ class CorrectionRole:
         source = self.lanes + tmem.accumulator(c.config, stage)
         # Read anew: addresses derived from it would else be kept in registers through the rescale loop.
         row = ptx.thread() & (ROWS - 1)
-        target = c.base + (c.shared.o + stage * c.config.o_bytes) + row * c.config.box_row_bytes
+        target = c.base + (c.shared.o + stage * c.shared.o_stride) + row * c.config.box_row_bytes
         swizzle = (row & 7) << 4
         for first in cutlass.range_constexpr(0, c.config.accumulator_columns, FINISH_CHUNK):
             o = ptx.tmem_load(source + first, FINISH_CHUNK)

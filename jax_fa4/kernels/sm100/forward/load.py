@@ -58,6 +58,12 @@ class LoadRole:
                 slot, use = self.load_v(tile, block, slot, use, leader)
                 q_use = q_use + 1
             index = c.next_tile(index)
+        # The tensor core's last arrivals at these barriers must not come after the CTA's end.
+        for _ in cutlass.range_constexpr(c.config.kv_stages):
+            c.edges.kv.wait_empty(slot, use)
+            slot, use = next_slot(slot, use, c.config.kv_stages)
+        for stage in cutlass.range_constexpr(c.config.q_stages):
+            c.edges.q.wait_empty(stage, q_use)
 
     @cute.jit
     def load_q(self, tile, stage: cutlass.Constexpr, q_use, leader):

@@ -24,6 +24,7 @@ class SharedMap:
     q: int
     kv: int
     o: int
+    o_stride: int
     stat: int
     barriers: int
     tmem_base: int
@@ -35,9 +36,10 @@ class SharedMap:
         q = 0
         kv = q + config.q_stages * config.q_bytes
         end = kv + config.kv_stages * config.kv_slot_bytes
-        o = q
+        # A stage's O may only lie over the Q of the same stage: each stage's Q is loaded anew on its own.
+        o, o_stride = q, config.q_bytes
         if not config.o_over_q:
-            o, end = end, end + config.q_stages * config.o_bytes
+            o, o_stride, end = end, config.o_bytes, end + config.q_stages * config.o_bytes
         stat = end
         # Two floats per row: the factor or the sum, and the maximum.
         barriers = stat + config.q_stages * 2 * STAT_BYTES
@@ -45,4 +47,4 @@ class SharedMap:
         size = tmem_base + 8
         if size > SHARED_LIMIT:
             raise ValueError(f"{config} needs {size} bytes of shared memory, limit {SHARED_LIMIT}")
-        return cls(q, kv, o, stat, barriers, tmem_base, size)
+        return cls(q, kv, o, o_stride, stat, barriers, tmem_base, size)

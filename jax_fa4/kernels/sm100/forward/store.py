@@ -53,7 +53,7 @@ class StoreRole:
         c = self.c
         token = c.problem.first_token(tile, stage)
         for box in cutlass.range_constexpr(c.config.v_boxes):
-            shared = c.base + (c.shared.o + stage * c.config.o_bytes + box * ROWS * c.config.box_row_bytes)
+            shared = c.base + (c.shared.o + stage * c.shared.o_stride + box * ROWS * c.config.box_row_bytes)
             coordinates = (Int32(box * BOX_COLUMNS), Int32(0), token, tile.head, tile.batch)
             ptx.tma_store(c.maps.o, coordinates, shared)
         ptx.bulk_commit()
