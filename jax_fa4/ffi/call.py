@@ -28,9 +28,6 @@ from .plan import LaunchPlan
 from .register import TARGET_NAME, register, unavailable_reason
 from .wire import encode
 
-DEFAULT_MULTIPROCESSORS = 132
-"""Streaming multiprocessors assumed where no device is at hand (H100 and H200 SXM); affects grid sizes only."""
-
 
 class Compiled(Protocol):
     """What a call needs of a compiled kernel."""
@@ -44,10 +41,13 @@ class Compiled(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """The device to plan for. ``arch`` as in KernelSpec ("sm_90a", "sm_100f")."""
+    """The device to plan for.
+
+    ``arch`` as in KernelSpec ("sm_90a", "sm_100f"). ``multiprocessors``: their number, None where no device is at hand.
+    """
 
     arch: str
-    multiprocessors: int = DEFAULT_MULTIPROCESSORS
+    multiprocessors: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ def detect_target() -> Target:
     arch = arch_of(capability)
     if arch is None:
         raise ValueError(f"{device.device_kind} has compute capability {capability}; the kernels are for 9.0 and 10.x")
-    multiprocessors = getattr(device, "core_count", None)
-    return Target(arch, multiprocessors if multiprocessors else DEFAULT_MULTIPROCESSORS)
+    return Target(arch, getattr(device, "core_count", None) or None)
 
 
 def arch_of(capability: str) -> str | None:
@@ -192,7 +191,8 @@ def _local_call(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, 
 def _lower_local_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
     # One device's part of the call knows no mesh, whatever mesh the caller has set.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        local = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
+        avals: Sequence[Any] = ctx.avals_in
+        local = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in avals])
         return mlir.lower_fun(operation.elsewhere, multiple_results=True)(local, *operands)
 
 

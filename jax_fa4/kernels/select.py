@@ -1,0 +1,56 @@
+"""Which kernel serves a problem: the spec from shapes and flags. Pure Python."""
+
+from __future__ import annotations
+
+from jax_fa4.kernels.problem import ForwardProblem
+from jax_fa4.kernels.spec import KernelSpec
+
+PACKING_ARCHITECTURES = ("sm_90a",)
+"""Architectures whose forward can put a group's query heads into one tile."""
+
+BOX_ROWS = 64
+"""Query rows of one warpgroup; a packed box holds whole groups."""
+
+
+def forward_spec(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool) -> KernelSpec:
+    """The forward kernel for a problem.
+
+    Args:
+      problem: shapes and scalars.
+      arch: "sm_90a" or "sm_100f".
+      mask: "none", "causal" or "window".
+      varlen: whether per-batch lengths and offsets are an operand.
+
+    Raises:
+      UnsupportedSpecError: no kernel is built for it.
+    """
+    spec = KernelSpec.create(
+        arch=arch,
+        kind="forward",
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        mask=mask,
+        varlen=varlen,
+    )
+    if arch not in PACKING_ARCHITECTURES or not _packing_saves_tiles(problem, spec.tile.m):
+        return spec
+    return KernelSpec.create(
+        arch=arch,
+        kind="forward",
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        mask=mask,
+        varlen=varlen,
+        pack_gqa=True,
+    )
+
+
+def _packing_saves_tiles(problem: ForwardProblem, tile_m: int) -> bool:
+    """Whether tiles of whole groups are fewer by a quarter than tiles of single heads, as for short queries."""
+    if not 1 < problem.group <= BOX_ROWS:
+        return False
+    packed_tokens = BOX_ROWS // problem.group * (tile_m // BOX_ROWS)
+    packed = problem.kv_heads * -(-problem.seqlen_q // packed_tokens)
+    return 4 * packed <= 3 * problem.heads * -(-problem.seqlen_q // tile_m)
