@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import time
 from pathlib import Path
 
 import torch
@@ -169,20 +168,27 @@ def check(artefacts: list[Artefact], count: int, seed: int) -> int:
     return failures
 
 
-def milliseconds(run, repeats: int = 20) -> float:
-    """Median over groups of launches, in ms per launch."""
-    for _ in range(3):
+def milliseconds(runs: list, rounds: int = 5, target: float = 12.0) -> list[float]:
+    """Milliseconds per launch of each run: medians over rounds that take turns, so that clocks drift for all alike."""
+    times: list[list[float]] = [[] for _ in runs]
+    repeats = []
+    for run in runs:
         run()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(repeats):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / repeats)
-    return sorted(times)[len(times) // 2]
+        repeats.append(max(3, int(target / max(_timed(run, 3), 1e-3))))
+    for _ in range(rounds):
+        for index, run in enumerate(runs):
+            times[index].append(_timed(run, repeats[index]))
+    return [sorted(each)[rounds // 2] for each in times]
+
+
+def _timed(run, repeats: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
 
 
 def cudnn_call(operands, causal: bool):
@@ -198,26 +204,31 @@ def cudnn_call(operands, causal: bool):
     return run
 
 
-def bench(artefacts: list[Artefact], cells: list[tuple[int, int]], with_cudnn: bool, sm_counts: list[int]) -> None:
-    """TFLOP/s of each artefact on (batch, seqlen) cells with heads * head_dim = 2048, next to cuDNN through torch."""
+def bench(artefacts: list[Artefact], cells: list[tuple[int, int]], sm_counts: list[int]) -> None:
+    """TFLOP/s on (batch, seqlen) cells with heads * head_dim = 2048, next to cuDNN through torch in the same rounds."""
+    groups: dict[tuple, list[Artefact]] = {}
     for artefact in artefacts:
         spec = artefact.spec
-        causal = spec.mask == "causal"
+        groups.setdefault((spec.head_dim, spec.head_dim_v, spec.mask, spec.dtype), []).append(artefact)
+    for (head_dim, head_dim_v, mask, dtype), group in groups.items():
         for batch, seqlen in cells:
-            heads = 2048 // spec.head_dim
-            problem = ForwardProblem(
-                batch, seqlen, seqlen, heads, heads, spec.head_dim, spec.head_dim_v, spec.dtype, spec.head_dim**-0.5
-            )
+            heads = 2048 // head_dim
+            problem = ForwardProblem(batch, seqlen, seqlen, heads, heads, head_dim, head_dim_v, dtype, head_dim**-0.5)
             operands = make_operands(problem, 0)
-            flop = 2 * batch * heads * seqlen**2 * (spec.head_dim + spec.head_dim_v) * (0.5 if causal else 1)
-            texts = []
-            for sm_count in sm_counts:
-                call = Call(artefact, problem, operands, sm_count=sm_count)
-                time.sleep(0.02)
-                texts.append(f"{'grid' if sm_count > 1000 else sm_count} {flop / milliseconds(call) * 1e-9:.1f}")
-            if with_cudnn:
-                texts.append(f"cudnn {flop / milliseconds(cudnn_call(operands, causal)) * 1e-9:.1f}")
-            print(f"bench {spec.name} b{batch} s{seqlen}: " + "  ".join(texts), flush=True)
+            causal = mask == "causal"
+            flop = 2 * batch * heads * seqlen**2 * (head_dim + head_dim_v) * (0.5 if causal else 1)
+            names, runs = ["cudnn"], [cudnn_call(operands, causal)]
+            for artefact in group:
+                for sm_count in sm_counts:
+                    names.append(f"{artefact.spec.tile.name}{'' if sm_count < 1000 else '/grid'}")
+                    runs.append(Call(artefact, problem, operands, sm_count=sm_count))
+            speeds = [flop / time * 1e-9 for time in milliseconds(runs)]
+            best = max(speeds[1:])
+            texts = [f"{name} {speed:.0f}" for name, speed in zip(names, speeds, strict=True)]
+            print(
+                f"d{head_dim}x{head_dim_v} {mask} {batch}x{seqlen}: {best / speeds[0]:.2f}  " + "  ".join(texts),
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -228,7 +239,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cells", default="32x512,8x2048,2x8192,1x16384")
-    parser.add_argument("--cudnn", action="store_true")
     parser.add_argument("--sm-counts", default="132")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -237,7 +247,7 @@ def main() -> None:
     if arguments.what == "check":
         raise SystemExit(1 if check(artefacts, arguments.count, arguments.seed) else 0)
     cells = [tuple(map(int, cell.split("x"))) for cell in arguments.cells.split(",")]
-    bench(artefacts, cells, arguments.cudnn, [int(count) for count in arguments.sm_counts.split(",")])
+    bench(artefacts, cells, [int(count) for count in arguments.sm_counts.split(",")])
 
 
 if __name__ == "__main__":

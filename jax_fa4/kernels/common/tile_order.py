@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, const_expr
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from jax_fa4.kernels.common.invariant import Invariant
 
 
 class TileOrder(NamedTuple):
@@ -38,3 +41,27 @@ def decode(order: TileOrder, index: Int32, longest_last: bool) -> tuple[Int32, I
     batch = batch_head // order.heads
     tile = order.tiles_m - 1 - rank if const_expr(longest_last) else rank
     return tile, batch_head - batch * order.heads, batch
+
+
+class WorkList(Invariant):
+    """Work indices of one CTA: round r takes the r-th run of gridDim.x indices, every other round backwards.
+
+    With tiles in order of falling length, going back and forth evens out what the CTAs get.
+    """
+
+    def __init__(self, order: TileOrder):
+        self.total = order.total
+        self.ctas, _, _ = cute.arch.grid_dim()
+        self.cta, _, _ = cute.arch.block_idx()
+
+    def first(self) -> Int32:
+        return Int32(self.cta)
+
+    def holds(self, index: Int32) -> Boolean:
+        """Whether an index is work; if not, the CTA is done."""
+        return index < self.total
+
+    def next(self, index: Int32) -> Int32:
+        """Index of the following round."""
+        back = (index // self.ctas) & 1
+        return index + (1 - back) * (2 * self.ctas - 1 - 2 * self.cta) + back * (2 * self.cta + 1)

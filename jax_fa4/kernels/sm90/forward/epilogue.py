@@ -26,7 +26,11 @@ def finish(consumer, lengths, row: Int32, head: Int32, batch: Int32, output_map,
             _store_lse(consumer, lse, position, half, head, batch)
     for element in range_constexpr(cute.size(consumer.output)):
         consumer.output[element] = consumer.output[element] * consumer.factors[softmax.row_of(element)]
-    slot = consumer.shared.q_slot(consumer.number)
+    slot = consumer.shared.o_slot(consumer.number)
+    if const_expr(consumer.layout.output_slot):
+        if consumer.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the tile before has left the slot
+        cute.arch.barrier(barrier_id=STORE_BARRIER + consumer.number, number_of_threads=WARPGROUP)
     _to_shared(consumer, slot)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=STORE_BARRIER + consumer.number, number_of_threads=WARPGROUP)
@@ -40,8 +44,9 @@ def finish(consumer, lengths, row: Int32, head: Int32, batch: Int32, output_map,
                 problem.row_coordinates(index * chunk, row, head, batch),
             )
         cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.mbarrier_arrive(slot_free)
+        if const_expr(not consumer.layout.output_slot):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(slot_free)
 
 
 @cute.jit

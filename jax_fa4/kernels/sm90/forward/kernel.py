@@ -101,7 +101,8 @@ class ForwardKernel:
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if thread == 0:
             for ring in shared.q_rings:
-                ring.initialise(producers=1, consumers=1)
+                # Four warps that have read Q, or the one thread that saw O leave the same slot.
+                ring.initialise(producers=1, consumers=4 if const_expr(layout.output_slot) else 1)
             shared.k_ring.initialise(producers=1, consumers=4 * layout.warpgroups)
             shared.v_ring.initialise(producers=1, consumers=4 * layout.warpgroups)
             cute.arch.mbarrier_init_fence()

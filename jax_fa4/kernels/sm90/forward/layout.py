@@ -61,9 +61,27 @@ class ForwardLayout:
         return swizzle_chunk(self.spec.head_dim_v)
 
     @property
+    def optimistic(self) -> bool:
+        """Whether blocks without a mask skip the maximum (:func:`softmax.optimistic_block`)."""
+        return bool(self.spec.tile.option("optimistic", 1))
+
+    @property
+    def output_slot(self) -> bool:
+        """Whether O has shared memory of its own, so that the next tile's Q arrives while this one's O leaves."""
+        rings = self.spec.tile.stages * (self.k_bytes + self.v_bytes)
+        slots = self.warpgroups * ROWS * (self.spec.head_dim + self.spec.head_dim_v) * ELEMENT
+        return slots + rings + self.barrier_bytes <= SHARED_LIMIT
+
+    @property
     def q_bytes(self) -> int:
-        """Bytes of one warpgroup's slot, used for Q and then for O."""
-        return ROWS * max(self.spec.head_dim, self.spec.head_dim_v) * ELEMENT
+        """Bytes of one warpgroup's Q slot, which takes O too where that has none of its own."""
+        columns = self.spec.head_dim if self.output_slot else max(self.spec.head_dim, self.spec.head_dim_v)
+        return ROWS * columns * ELEMENT
+
+    @property
+    def o_bytes(self) -> int:
+        """Bytes of one warpgroup's own O slot."""
+        return ROWS * self.spec.head_dim_v * ELEMENT if self.output_slot else 0
 
     @property
     def k_bytes(self) -> int:
@@ -80,8 +98,12 @@ class ForwardLayout:
         return 0
 
     @property
-    def k_offset(self) -> int:
+    def o_offset(self) -> int:
         return self.q_offset + self.warpgroups * self.q_bytes
+
+    @property
+    def k_offset(self) -> int:
+        return self.o_offset + self.warpgroups * self.o_bytes
 
     @property
     def v_offset(self) -> int:
@@ -101,9 +123,13 @@ class ForwardLayout:
         return self.k_barriers + 2 * self.spec.tile.stages * BARRIER
 
     @property
+    def barrier_bytes(self) -> int:
+        return 2 * (self.warpgroups + 2 * self.spec.tile.stages) * BARRIER
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a launch."""
-        return self.v_barriers + 2 * self.spec.tile.stages * BARRIER
+        return self.q_barriers + self.barrier_bytes
 
     def check(self) -> None:
         """Raises ValueError where the tile cannot be built."""

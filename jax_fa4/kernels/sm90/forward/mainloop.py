@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from jax_fa4.kernels.common.invariant import Invariant
-from jax_fa4.kernels.common.tile_order import decode
+from jax_fa4.kernels.common.tile_order import WorkList, decode
 from jax_fa4.kernels.sm90.forward import epilogue, softmax
 from jax_fa4.kernels.sm90.forward.layout import ROWS, TURN_BARRIER, WARPGROUP
 from jax_fa4.kernels.sm90.forward.problem import Problem, Shared
@@ -111,20 +111,38 @@ class Consumer(Invariant):
         ring_v.wait_full(position)
         self.issue_output(position)
         self.pass_turn()
-        wgmma.wait_group(1)
-        self.release(ring_k.empty(following))
-        if const_expr(masked):
-            self.mask(block, lengths, row)
-        softmax.next_block(self.scores, self.maxima, self.sums, self.factors, self.problem.scale_log2)
-        wgmma.wait_group(0)
-        self.release(ring_v.empty(position))
-        softmax.rescale(self.output, self.factors)
-        softmax.pack(self.scores, self.probabilities, self.dtype)
+        if const_expr(masked or not self.layout.optimistic):
+            wgmma.wait_group(1)
+            self.release(ring_k.empty(following))
+            if const_expr(masked):
+                self.mask(block, lengths, row)
+            softmax.next_block(self.scores, self.maxima, self.sums, self.factors, self.problem.scale_log2)
+            wgmma.wait_group(0)
+            self.release(ring_v.empty(position))
+            softmax.rescale(self.output, self.factors)
+            softmax.pack(self.scores, self.probabilities, self.dtype)
+        else:
+            # The probabilities' registers are free only after the PV product; the other warpgroups' products run.
+            wgmma.wait_group(0)
+            self.release(ring_k.empty(following))
+            self.release(ring_v.empty(position))
+            softmax.optimistic_block(
+                self.scores,
+                self.probabilities,
+                self.maxima,
+                self.sums,
+                self.output,
+                self.problem.scale_log2,
+                self.dtype,
+            )
         return following
 
     @cute.jit
-    def tile(self, position: Int32, blocks, lengths, row: Int32) -> Int32:
-        """All key blocks of a tile, last to first; returns the ring position after them."""
+    def tile(self, position: Int32, blocks, lengths, row: Int32, query_free: cute.Pointer) -> Int32:
+        """All key blocks of a tile, last to first; returns the ring position after them.
+
+        Where O has a slot of its own, ``query_free`` is arrived at as soon as Q has been read for the last time.
+        """
         ring_k, ring_v = self.shared.k_ring, self.shared.v_ring
         self.output.fill(0.0)
         self.maxima.fill(-Float32.inf)
@@ -147,6 +165,9 @@ class Consumer(Invariant):
             if const_expr(self.layout.spec.mask == "window"):
                 for step in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
                     position = self.step(position, blocks.full_begin - 1 - step, lengths, row, True)
+        if const_expr(self.layout.output_slot):
+            self.release(query_free)
+        if blocks.end > blocks.begin:
             ring_v.wait_full(position)
             self.take_turn()
             self.issue_output(position)
@@ -167,18 +188,18 @@ def consume(problem: Problem, shared: Shared, operands, output_map, thread: Int3
         if number == layout.warpgroups - 1:
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
     position, q_position = Int32(0), Int32(0)
-    index, _, _ = cute.arch.block_idx()
-    stride, _, _ = cute.arch.grid_dim()
-    while index < problem.order.total:
+    walk = WorkList(problem.order)
+    index = walk.first()
+    while walk.holds(index):
         tile, head, batch = decode(problem.order, index, problem.longest_last)
         lengths = problem.lengths(batch)
         blocks = problem.blocks(tile, lengths)
         row = problem.first_row(tile, number)
         q_ring.wait_full(q_position)
-        position = consumer.tile(position, blocks, lengths, row)
+        position = consumer.tile(position, blocks, lengths, row, q_ring.empty(q_position))
         epilogue.finish(consumer, lengths, row, head, batch, output_map, q_ring.empty(q_position))
         q_position = q_position ^ 1
-        index += stride
+        index = walk.next(index)
     if const_expr(layout.ping_pong):  # noqa: SIM102 (this one is decided at compile time, the next at run time)
         if number == 0:
             cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)

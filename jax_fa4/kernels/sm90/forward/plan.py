@@ -6,9 +6,13 @@ from jax_fa4.ffi.plan import SWIZZLE_64B, SWIZZLE_128B, Kernel, Parameter, Scala
 from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.sm90.forward.layout import ELEMENT, ROWS, ForwardLayout
+from jax_fa4.kernels.spec import KernelSpec
 
 SECTION_BYTES = 24 << 20
 """K and V of the heads that causal tiles are interleaved over: about half of the L2, as the rest streams through."""
+
+UNEVEN_FROM = 4096
+"""Keys from which causal tiles are scheduled by the hardware; measured, see docs/measurements."""
 
 MIN_SCALE_LOG2 = 2.0**-100
 """Stands in for a scale of 0: the kernel multiplies masked scores (-inf) by the scale. Any score below 2**80 times it
@@ -58,12 +62,17 @@ def forward_kernel(spec_artefact: Artefact, problem: ForwardProblem, sm_count: i
     parameters += [Scalars("i", (value,)) for value in integers]
     return Kernel(
         artefact=0,
-        grid=(min(total, sm_count), 1, 1),
+        grid=(total if _uneven(problem, spec) else min(total, sm_count), 1, 1),
         block=(layout.threads, 1, 1),
         cluster=(1, 1, 1),
         shared_bytes=layout.shared_bytes,
         parameters=tuple(parameters),
     )
+
+
+def _uneven(problem: ForwardProblem, spec: KernelSpec) -> bool:
+    """Whether tiles differ so much in length that the hardware's scheduler, one CTA per tile, beats a fixed share."""
+    return spec.varlen or (spec.mask == "causal" and problem.seqlen_k >= UNEVEN_FROM)
 
 
 def _section(problem: ForwardProblem, mask: str, packed: bool, batch_heads: int) -> int:

@@ -96,8 +96,14 @@ class Shared(Invariant):
         return cute.recast_ptr(self.base + offset, dtype=Int64)
 
     def q_slot(self, warpgroup: int | Int32) -> cute.Pointer:
-        """A warpgroup's Q (later O) slot."""
+        """A warpgroup's Q slot."""
         return self.base + self.layout.q_offset + warpgroup * self.layout.q_bytes
+
+    def o_slot(self, warpgroup: int | Int32) -> cute.Pointer:
+        """A warpgroup's O slot (the Q slot where there is no room for both)."""
+        if const_expr(not self.layout.output_slot):
+            return self.q_slot(warpgroup)
+        return self.base + self.layout.o_offset + warpgroup * self.layout.o_bytes
 
     def q_ring(self, warpgroup: Int32) -> Ring:
         """Q barriers of a warpgroup given at run time."""

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from jax_fa4.kernels.common import tma
-from jax_fa4.kernels.common.tile_order import decode
+from jax_fa4.kernels.common.tile_order import WorkList, decode
 from jax_fa4.kernels.sm90.forward.problem import Problem, Shared
 
 
@@ -17,9 +17,9 @@ def produce(problem: Problem, shared: Shared, query_map, key_map, value_map):
     layout = problem.layout
     position = Int32(0)  # both rings advance once per block
     q_position = Int32(0)
-    index, _, _ = cute.arch.block_idx()
-    stride, _, _ = cute.arch.grid_dim()
-    while index < problem.order.total:
+    walk = WorkList(problem.order)
+    index = walk.first()
+    while walk.holds(index):
         tile, head, batch = decode(problem.order, index, problem.longest_last)
         blocks = problem.blocks(tile, problem.lengths(batch))
         kv_head = problem.kv_head(head)
@@ -72,7 +72,7 @@ def produce(problem: Problem, shared: Shared, query_map, key_map, value_map):
             )
             position = following
         q_position = q_position ^ 1
-        index += stride
+        index = walk.next(index)
 
 
 @cute.jit
