@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import copies, tma, wgmma
-from .errors import EmulatorError
+from .errors import EmulatorError, SyncError
 from .machine import Launch, Machine
 from .memory import PARAM_BASE, SHARED_RESERVED, GlobalMemory, Region
 from .ptx import Kernel, parse
@@ -26,12 +26,19 @@ ENVIRONMENT.update(
 
 @dataclass
 class Options:
-    """How to run. ``seed`` 0 is a plain round-robin schedule; others draw the adversary's choices."""
+    """How to run. ``seed`` 0 is a plain round-robin schedule; others draw the adversary's choices.
+
+    ``unwaited_loads``: accept kernels that use registers of tcgen05.ld before tcgen05.wait::ld (ptxas makes them work;
+    PTX gives no such guarantee). ``tensor_fences``: require tcgen05.fence::before_thread_sync and ::after_thread_sync
+    around the barriers that hand tensor memory between threads, as PTX does (CuTe-DSL pipelines emit none).
+    """
 
     seed: int = 0
     temperament: str | None = None
     detect_races: bool = True
     resident: int = 16
+    unwaited_loads: bool = False
+    tensor_fences: bool = False
 
 
 @dataclass
@@ -112,9 +119,12 @@ def program(ptx: str, entry: str, block: tuple[int, int, int]) -> Program:
 def execute(found: Program, launch: Launch, memory: GlobalMemory, params: bytes, tensor_maps: dict,
             options: Options) -> Report:  # fmt: skip
     """Runs one launch. ``params`` are the bytes of the parameter space."""
+    if found.kernel.tensor_hazards and not options.unwaited_loads:
+        use, load = found.kernel.tensor_hazards[0]
+        raise SyncError(f"PTX line {use} uses a register of the tcgen05.ld in line {load} before tcgen05.wait::ld")
     machine = Machine(
         found, launch, memory, params, seed=options.seed, temperament=options.temperament,
-        detect_races=options.detect_races, resident=options.resident, tensor_maps=tensor_maps,
+        detect_races=options.detect_races, resident=options.resident, tensor_maps=tensor_maps, tensor_fences=options.tensor_fences,
     )  # fmt: skip
     padded = np.zeros(-(-max(len(params), 16) // 16) * 16, np.uint8)
     padded[: len(params)] = np.frombuffer(params, np.uint8)

@@ -76,7 +76,7 @@ class Machine:
 
     def __init__(self, program, launch: Launch, memory: GlobalMemory, params: bytes, *, seed: int = 0,
                  temperament: str | None = None, detect_races: bool = True, resident: int = 16,
-                 tensor_maps: dict | None = None):  # fmt: skip
+                 tensor_maps: dict | None = None, tensor_fences: bool = False):  # fmt: skip
         self.program, self.launch, self.memory, self.params = program, launch, memory, params
         self.adversary = Adversary(seed, temperament)
         self.detect_races = detect_races
@@ -87,6 +87,7 @@ class Machine:
         warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32) * self.cluster_size
         self.columns = Columns(1 + self.resident * (warps + 64 * self.cluster_size))
         self.tensor_maps = tensor_maps or {}
+        self.tensor_fences = tensor_fences
         self.runnable: list[Warp] = []
         self.blocked: dict[Warp, Waitable] = {}
         self.actions: list[AsyncAction] = []

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.emulator.errors import RaceError
 from tests.emulator.kernel_compiler import compile_many
 from tests.emulator.launch import Options, run_foreign
 from tests.emulator.memory import GlobalMemory
@@ -82,7 +83,7 @@ def check(c: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     np.testing.assert_allclose(c, want, rtol=1e-5, atol=1e-4)
 
 
-def run_ss(ptx: str, options: dict, seed: int, k: int = 256):
+def run_ss(ptx: str, options: dict, seed: int, k: int = 256, tensor_fences: bool = False):
     """Runs a grid of one cluster; returns (report, c, a view, b view)."""
     o = {"dtype": "bfloat16", "ctas": 1, "a_major": "k", "b_major": "k", "cluster": [1, 1], **options}
     cluster_m, cluster_n = o["cluster"]
@@ -105,8 +106,9 @@ def run_ss(ptx: str, options: dict, seed: int, k: int = 256):
         struct.pack("<Qiiq", base_c, m, n, n),
     ]
     grid, cluster = (cluster_m, cluster_n, 1), (cluster_m, cluster_n, 1)
+    run_options = Options(seed=seed, tensor_fences=tensor_fences)
     report = run_foreign(
-        ptx, entry_of(ptx), grid, (THREADS, 1, 1), cluster, 180 * 1024, parameters, memory, Options(seed=seed)
+        ptx, entry_of(ptx), grid, (THREADS, 1, 1), cluster, 180 * 1024, parameters, memory, run_options
     )
     return report, c, a_view, b_view
 
@@ -139,10 +141,24 @@ def test_a_in_tensor_memory(ts_ptx, options, seed):
     ]
     cluster = (o["ctas"], 1, 1)
     report = run_foreign(
-        ptx, entry_of(ptx), cluster, (THREADS, 1, 1), cluster, 100 * 1024, parameters, memory, Options(seed=seed)
+        ptx,
+        entry_of(ptx),
+        cluster,
+        (THREADS, 1, 1),
+        cluster,
+        100 * 1024,
+        parameters,
+        memory,
+        Options(seed=seed, tensor_fences=True),
     )
     check(c, a, b_view)
     # B alone comes from shared memory, A from tensor memory.
     assert report.counters["mma_shared_bytes"] == b.nbytes
     assert report.counters["tmem_mma_a_bytes"] == a.nbytes
     assert report.counters["tmem_store_bytes"] == a.nbytes
+
+
+def test_pipelines_without_tensor_fences_are_reported_on_request(ss_ptx):
+    """CuTe-DSL pipelines rely on mbarriers alone: accepted by default, a race when PTX's fences are required."""
+    with pytest.raises(RaceError, match="tensor memory"):
+        run_ss(ss_ptx[named(SS[0])], SS[0], 0, tensor_fences=True)

@@ -107,9 +107,12 @@ class TensorCore:
         self.machine, self.issuer = machine, issuer
         self.queue: deque = deque()
         self.column = machine.columns.operation(f"tensor core for {issuer}", clocks)
+        # What happened before the operation in hand; and what it may rely on in tensor memory.
         self.clock = np.zeros((3, machine.columns.capacity), np.int32)
+        self.tensor_clock = np.zeros_like(self.clock) if machine.tensor_fences else self.clock
         self.line = 0
         self.accessor: Accessor = None  # type: ignore[assignment]
+        self.tensor_accessor: Accessor = None  # type: ignore[assignment]
 
     def describe(self) -> str:
         return self._at(self.line)
@@ -120,20 +123,25 @@ class TensorCore:
     def report(self) -> str:
         return f"{len(self.queue)} tcgen05 operations of {self.issuer}, the first of PTX line {self.queue[0][1]}"
 
-    def issue(self, work: Callable[[TensorCore], None], line: int, clocks: np.ndarray) -> None:
-        """Queues ``work``; what happened before ``clocks`` happens before it."""
+    def issue(self, work: Callable[[TensorCore], None], line: int, clocks: np.ndarray, view: np.ndarray) -> None:
+        """Queues ``work``; what happened before ``clocks`` happens before it, ``view`` alike for tensor memory."""
         if not self.queue:
             self.machine.start(self)
-        self.queue.append((work, line, clocks.copy()))
+        kept = clocks.copy()
+        self.queue.append((work, line, kept, kept if view is clocks else view.copy()))
 
     def run(self) -> bool:
-        work, self.line, clocks = self.queue.popleft()
+        work, self.line, clocks, view = self.queue.popleft()
         join(self.clock, clocks)
         columns = self.machine.columns
         columns.clock[self.column] += 1
         self.clock[ORDER, self.column] = columns.clock[self.column]
         line = self.line
-        self.accessor = Accessor(self.column, self.clock, ASYNC, lambda: self._at(line))
+        self.accessor = self.tensor_accessor = Accessor(self.column, self.clock, ASYNC, lambda: self._at(line))
+        if self.tensor_clock is not self.clock:
+            join(self.tensor_clock, view)
+            self.tensor_clock[ORDER, self.column] = columns.clock[self.column]
+            self.tensor_accessor = Accessor(self.column, self.tensor_clock, ASYNC, lambda: self._at(line))
         work(self)
         return not self.queue
 
@@ -173,11 +181,11 @@ class TensorCore:
             index = _tensor_granules(
                 request.a.column, request.a.column + request.a_columns, request.a.lane, step.m, group
             )
-            unit.shadow.read(index, self.accessor, line)
+            unit.shadow.read(index, self.tensor_accessor, line)
         else:
             shared.read(_shared_granules(request.a, rows, step.k, itemsize, step.a_mn_major), self.accessor, line)
         d = _tensor_granules(request.d.column, request.d.column + request.d_columns, request.d.lane, step.m, group)
-        unit.shadow.write(d, self.accessor, line)
+        unit.shadow.write(d, self.tensor_accessor, line)
 
     def copy(self, form: cp.CopyShape, address: TensorAddress, source: SharedDescriptor, ctas: list[Cta]) -> None:
         """Executes a tcgen05.cp in each of its CTAs."""
@@ -188,7 +196,7 @@ class TensorCore:
                 read = _shared_granules(source, max(form.rows, 8), form.row_bytes // 2, 2, False)
                 cta.shared.shadow.read(read, self.accessor, self.line)
                 unit.shadow.write(
-                    slice(address.column * GROUPS, (address.column + columns) * GROUPS), self.accessor, self.line
+                    slice(address.column * GROUPS, (address.column + columns) * GROUPS), self.tensor_accessor, self.line
                 )
             cp.execute(form, address, source, unit.shared_words, unit.memory)
         self.machine.count("tmem_cp_bytes", form.rows * form.row_bytes * len(ctas))

@@ -44,6 +44,7 @@ class _Port:
         self.column = machine.columns.operation(name, clocks)
         self.deferred: list = []
         self.unwaited = False
+        self.waited = 0
 
     def start(self, clocks: np.ndarray) -> np.ndarray:
         """The clock of a new access issued at ``clocks``."""
@@ -54,19 +55,36 @@ class _Port:
         return mine
 
     def wait(self, clocks: np.ndarray) -> None:
+        """Completes all accesses; they happen before what comes after ``clocks``."""
         for work in self.deferred:
             work()
         self.deferred.clear()
         self.unwaited = False
-        clocks[ORDER, self.column] = self.machine.columns.clock[self.column]
+        self.waited = int(self.machine.columns.clock[self.column])
+        clocks[ORDER, self.column] = self.waited
 
 
 class WarpTensor:
-    """Uses ``machine``, ``cta``, ``index``, ``line``, ``clocks``, ``describe`` and ``tick`` of Warp."""
+    """Uses ``machine``, ``cta``, ``index``, ``line``, ``clocks``, ``describe`` and ``tick`` of Warp.
 
+    Under ``machine.tensor_fences`` accesses to tensor memory are ordered after another thread's only as far as the
+    warp's last tcgen05.fence::after_thread_sync saw, and the warp publishes its own only at ::before_thread_sync:
+    ``view`` is then a clock apart from ``clocks``.
+    """
+
+    _view: np.ndarray | None = None
     _loads: _Port | None = None
     _stores: _Port | None = None
     _core: TensorCore | None = None
+
+    @property
+    def view(self) -> np.ndarray:
+        """The clock that accesses to tensor memory start from."""
+        if not self.machine.tensor_fences:
+            return self.clocks
+        if self._view is None:
+            self._view = np.zeros_like(self.clocks)
+        return self._view
 
     # ---- allocation --------------------------------------------------------------------------------------------------
     def _whole(self, mask, what: str) -> None:
@@ -104,6 +122,7 @@ class WarpTensor:
                 unit.memory.granted, unit.memory.requested = starts[0], None
                 self.machine.changed(unit.waiting)
         join(self.clocks, mine.freed)
+        join(self.view, mine.freed)
         self.st("shared", address, [mine.memory.granted], 4, FULL)
         return None
 
@@ -113,7 +132,9 @@ class WarpTensor:
         unit = unit_of(self.cta)
         unit.memory.deallocate(address, columns)
         if unit.shadow is not None:
-            unit.shadow.write(slice(address * GROUPS, (address + columns) * GROUPS), self.generic, self.line)
+            self.view[ORDER, self.column] = self.clocks[ORDER, self.column]
+            who = Accessor(self.column, self.view, GENERIC, self.describe)
+            unit.shadow.write(slice(address * GROUPS, (address + columns) * GROUPS), who, self.line)
         join(unit.freed, self.clocks)
         self.tick()
         self.machine.changed(unit.waiting)
@@ -152,7 +173,7 @@ class WarpTensor:
         self._whole(mask, "tcgen05.ld")
         unit, where = self._tensor_place(part, address)
         port, line = self._port("_loads"), self.line
-        clocks = port.start(self.clocks)
+        clocks = port.start(self.view)
         self.machine.count("tmem_load_bytes", part.registers * 128)
 
         def perform() -> np.ndarray:
@@ -170,7 +191,7 @@ class WarpTensor:
 
         if at_once:
             values = perform()
-            port.wait(self.clocks)
+            port.wait(self.view)
             return values
         port.unwaited = True
         if not self._defers():
@@ -184,7 +205,7 @@ class WarpTensor:
         self._whole(mask, "tcgen05.st")
         unit, where = self._tensor_place(part, address)
         port, line = self._port("_stores"), self.line
-        clocks = port.start(self.clocks)
+        clocks = port.start(self.view)
         port.unwaited = True
         self.machine.count("tmem_store_bytes", part.registers * 128)
 
@@ -204,10 +225,18 @@ class WarpTensor:
         self._whole(mask, f"tcgen05.wait::{which}")
         port = self._loads if which == "ld" else self._stores
         if port is not None:
-            port.wait(self.clocks)
+            port.wait(self.view)
 
     def tensor_fence(self, after: bool) -> None:
-        """tcgen05.fence::after_thread_sync or ::before_thread_sync: see ``strict`` in the class's text."""
+        """tcgen05.fence::after_thread_sync (``after``) or ::before_thread_sync."""
+        if not self.machine.tensor_fences:
+            return
+        if after:
+            join(self.view, self.clocks)
+        else:
+            for port in (self._loads, self._stores):
+                if port is not None:
+                    self.clocks[ORDER, port.column] = max(port.waited, int(self.clocks[ORDER, port.column]))
 
     def tensor_exit(self) -> None:
         """Raises SyncError when the warp ends with stores not waited for."""
@@ -225,7 +254,7 @@ class WarpTensor:
             )
         if self._core is None:
             self._core = TensorCore(self.machine, f"warp {self.index} of CTA {self.cta.ctaid}", self.clocks)
-        self._core.issue(work, self.line, self.clocks)
+        self._core.issue(work, self.line, self.clocks, self.view)
         self.tick()
 
     def tensor_mma(self, form: MmaForm, d: int, a: int, b: int, instruction: int, accumulate, disabled: tuple, mask):
