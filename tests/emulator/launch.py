@@ -124,7 +124,8 @@ def execute(found: Program, launch: Launch, memory: GlobalMemory, params: bytes,
         raise SyncError(f"PTX line {use} uses a register of the tcgen05.ld in line {load} before tcgen05.wait::ld")
     machine = Machine(
         found, launch, memory, params, seed=options.seed, temperament=options.temperament,
-        detect_races=options.detect_races, resident=options.resident, tensor_maps=tensor_maps, tensor_fences=options.tensor_fences,
+        detect_races=options.detect_races, resident=options.resident, tensor_maps=tensor_maps,
+        tensor_fences=options.tensor_fences,
     )  # fmt: skip
     padded = np.zeros(-(-max(len(params), 16) // 16) * 16, np.uint8)
     padded[: len(params)] = np.frombuffer(params, np.uint8)

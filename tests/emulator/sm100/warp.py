@@ -132,9 +132,7 @@ class WarpTensor:
         unit = unit_of(self.cta)
         unit.memory.deallocate(address, columns)
         if unit.shadow is not None:
-            self.view[ORDER, self.column] = self.clocks[ORDER, self.column]
-            who = Accessor(self.column, self.view, GENERIC, self.describe)
-            unit.shadow.write(slice(address * GROUPS, (address + columns) * GROUPS), who, self.line)
+            unit.shadow.write(slice(address * GROUPS, (address + columns) * GROUPS), self.generic, self.line)
         join(unit.freed, self.clocks)
         self.tick()
         self.machine.changed(unit.waiting)
