@@ -298,6 +298,14 @@ def test_missing_libcuda_is_reported():
         assert result.stdout.strip() == "None" or "cuInit failed" in result.stdout
 
 
+def test_importing_the_package_registers_the_handler():
+    """A fresh process that runs an exported program does nothing but import."""
+    build_launcher_in_place()
+    code = "import jax_fa4; from jax_fa4.ffi import register; print(register.register.cache_info().currsize)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "1"
+
+
 def test_cuda_registration_needs_no_gpu():
     build_launcher_in_place()
     assert register.unavailable_reason() is None

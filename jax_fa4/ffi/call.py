@@ -199,9 +199,7 @@ def _lower_local_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, operat
 def _lower_local_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
     target = detect_target() if operation.arch is None else Target(operation.arch)
     if _has_cuda_device():
-        register()  # says what is missing if the library is
-    else:
-        unavailable_reason()  # lowering for another machine: registers if it can
+        register()  # raises if the library is missing; a machine that only lowers for another does without
     avals_out = [*ctx.avals_out]
     planned = operation.plan(ctx.avals_in, target)
     avals_out += [jax.core.ShapedArray(x.shape, x.dtype) for x in planned.scratch]
@@ -217,6 +215,10 @@ def _has_cuda_device() -> bool:
     except RuntimeError:
         return False
 
+
+# Registered as soon as this module is there, not only when a call is lowered: a program that was exported elsewhere
+# and is run here lowers nothing.
+unavailable_reason()
 
 for _primitive in (kernel_call_p, local_call_p):
     _primitive.def_abstract_eval(_abstract_eval)

@@ -86,12 +86,12 @@ class ArtefactStore:
     def missing_reason(self, spec: KernelSpec) -> str | None:
         """Why :meth:`load` would find nothing for ``spec``, or None. Compiles and reads nothing."""
         version = compiler.dsl_version()
-        cache = self.cache if self.cache is not None else default_cache()
         if version is not None and self.compile_missing:
             return None
-        folders = ((BUNDLED, None), (self.folder, None), (cache, version))
-        found = any(folder is not None and _find(folder, spec, dsl) is not None for folder, dsl in folders)
-        return None if found else self._missing_message(spec, cache)
+        if any(folder is not None and _find(folder, spec, None) is not None for folder in (BUNDLED, self.folder)):
+            return None
+        cache = self.cache if self.cache is not None else default_cache()
+        return None if _find(cache, spec, version) is not None else self._missing_message(spec, cache)
 
     def _missing_message(self, spec: KernelSpec, cache: Path) -> str:
         searched = ", ".join(str(folder) for folder in (BUNDLED, self.folder, cache) if folder is not None)
