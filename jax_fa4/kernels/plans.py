@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 from jax_fa4.ffi.plan import ArtefactRef, Fill, Kernel, LaunchPlan, Parameter, Scalars, Tensor, TensorMap
 from jax_fa4.kernels.artefact import Artefact, ArtefactError
 from jax_fa4.kernels.problem import ForwardProblem
+from jax_fa4.kernels.sm90.backward import plan as sm90_backward
 from jax_fa4.kernels.sm90.forward import plan as sm90_forward
 from jax_fa4.kernels.sm100.forward import plan as sm100_forward
-from jax_fa4.kernels.spec import UnsupportedSpecError, padded_head_dim
+from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, padded_head_dim
 
 DEFAULT_SM_COUNT = {"sm_90a": 132, "sm_100f": 148}
 """Multiprocessors assumed where the device is not known (H100 and H200 SXM; B200); any value gives right results."""
 
 MINUS_INFINITY_BITS = 0xFF800000
 
+_BACKWARD_PLANS = {"sm_90a": sm90_backward}
 _FORWARD_KERNELS = {"sm_90a": sm90_forward.forward_kernel, "sm_100f": sm100_forward.forward_kernel}
 
 
@@ -42,6 +45,72 @@ def forward_plan(artefact: Artefact, problem: ForwardProblem, *, sm_count: int |
     kernel = builder(artefact, problem, sm_count or DEFAULT_SM_COUNT[spec.arch])
     check_parameters(kernel, artefact)
     return LaunchPlan(steps=(kernel,), artefacts=(ArtefactRef(artefact.sha256, artefact.entry),))
+
+
+def backward_specs(
+    arch: str,
+    problem: ForwardProblem,
+    *,
+    mask: str = "none",
+    varlen: bool = False,
+    deterministic: bool = True,
+) -> tuple[KernelSpec, ...]:
+    """Specs of the kernels of one backward call, in the order in which :func:`backward_plan` takes their artefacts.
+
+    Raises :class:`UnsupportedSpecError` where the architecture has no backward for the problem.
+    """
+    if arch not in _BACKWARD_PLANS:
+        raise UnsupportedSpecError(f"arch is {arch!r}; backward kernels exist for {', '.join(_BACKWARD_PLANS)}")
+    return tuple(
+        KernelSpec.create(
+            arch=arch,
+            kind=kind,
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            mask=mask,
+            varlen=varlen,
+            deterministic=deterministic,
+        )
+        for kind in _BACKWARD_PLANS[arch].kinds(problem)
+    )
+
+
+def backward_scratch(specs: Sequence[KernelSpec], problem: ForwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Scratch results of a backward call, after dquery, dkey, dvalue: name to (shape, dtype), in order.
+
+    XLA owns them; their contents before and after the call are of no interest.
+    """
+    return _BACKWARD_PLANS[specs[0].arch].scratch_shapes(specs, problem)
+
+
+def backward_plan(artefacts: Sequence[Artefact], problem: ForwardProblem) -> LaunchPlan:
+    """Plan that computes dquery, dkey and dvalue from artefacts of :func:`backward_specs`.
+
+    Operands: query, key, value, out, lse, dout, dlse (float32 like lse) and, for ``varlen``, batch_info. Results:
+    dquery, dkey, dvalue, then those of :func:`backward_scratch`. Raises ValueError where the artefacts do not serve
+    the problem.
+    """
+    specs = tuple(artefact.spec for artefact in artefacts)
+    main = specs[-1]
+    wanted = backward_specs(
+        main.arch,
+        problem,
+        mask=next((spec.mask for spec in specs if spec.mask != "none"), "none"),
+        varlen=any(spec.varlen for spec in specs),
+        deterministic=main.deterministic,
+    )
+    if [spec.with_tile(want.tile) for spec, want in zip(specs, wanted, strict=True)] != list(wanted):
+        raise ValueError(
+            f"kernels {', '.join(spec.name for spec in specs)} do not serve {problem.dtype} with head_dim "
+            f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
+        )
+    steps = _BACKWARD_PLANS[main.arch].backward_steps(specs, problem)
+    kernels = [step for step in steps if isinstance(step, Kernel)]
+    for kernel in kernels:
+        check_parameters(kernel, artefacts[kernel.artefact])
+    refs = tuple(ArtefactRef(artefact.sha256, artefact.entry) for artefact in artefacts) if kernels else ()
+    return LaunchPlan(steps=steps, artefacts=refs)
 
 
 def check_parameters(kernel: Kernel, artefact: Artefact) -> None:

@@ -103,6 +103,8 @@ class KernelSpec:
         padded_v = padded if head_dim_v is None else padded_head_dim(head_dim_v, "head_dim_v")
         if kind in BACKWARD_MASK_FREE_KINDS:
             mask = "none"
+        if kind == "backward_postprocess":
+            varlen = False
         if kind == "forward":
             deterministic = True  # the forward has no unordered sums: one artefact serves both settings
         if tile is None:
@@ -216,10 +218,27 @@ def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     return Tile(m=rows * tiles, n=128, stages=min(slots, 4 * (k_chunks + v_chunks)), options=options)
 
 
+def _sm90_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """Query rows by keys of the main kernel; the other kernels share its rows, which fix the scratch's layout.
+
+    Two consumer warpgroups hold 64 keys each; dK, dV and two score tiles must fit 240 registers a thread.
+    """
+    largest = max(head_dim, head_dim_v)
+    if largest > 128:
+        raise UnsupportedSpecError(f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; the backward takes up to 128")
+    return Tile(m=128 if largest <= 64 else 64, n=128, stages=2, options=(("pingpong", 1),))
+
+
 _TILE_TABLES = {
     ("sm_90a", "forward"): _sm90_forward_tile,
+    ("sm_90a", "backward_preprocess"): _sm90_backward_tile,
+    ("sm_90a", "backward_main"): _sm90_backward_tile,
+    ("sm_90a", "backward_postprocess"): _sm90_backward_tile,
     ("sm_100f", "forward"): _sm100_forward_tile,
 }
+
+BACKWARD_HEAD_DIM_LIMIT = 128
+"""Largest head dim that backward kernels exist for."""
 
 STANDARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """Padded (head_dim, head_dim_v) pairs of the artefacts that a release ships."""
@@ -237,6 +256,8 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                 continue
             for dtype in DTYPES:
                 for head_dim, head_dim_v in STANDARD_HEAD_DIMS:
+                    if kind != "forward" and max(head_dim, head_dim_v) > BACKWARD_HEAD_DIM_LIMIT:
+                        continue
                     for mask in MASKS:
                         for varlen in (False, True):
                             spec = KernelSpec.create(

@@ -1,0 +1,76 @@
+"""Load warp: K and V once, then Q with lse2 and dO with delta for every step, through TMA and bulk copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+from cutlass.cute.nvgpu import cpasync
+
+from jax_fa4.kernels.sm90.backward.config import MainConfig
+from jax_fa4.kernels.sm90.backward.ptx import bulk_load
+
+
+def _tiles(atom_and_tensor: tuple[Any, cute.Tensor], shared: cute.Tensor, batch: Any, tile: tuple[int, int]):
+    """(atom, shared tile[, stage], global tiles by (row block, 0, head))."""
+    atom, tensor = atom_and_tensor
+    blocks = cute.flat_divide(tensor[None, None, None, batch], tile)
+    target, source = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
+    )
+    return atom, target, source
+
+
+@cute.jit
+def load(
+    c: MainConfig,
+    work: Any,
+    shared: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    dout: Any,
+    lse2: cute.Pointer,
+    delta: cute.Pointer,
+) -> None:
+    """Runs in one warp. Step ``i`` uses stage ``i % stages``; every phase bit follows from ``i``."""
+    query_tma, query_to, query_from = _tiles(query, shared.query, work.batch, (c.tile_m, c.head_dim))
+    key_tma, key_to, key_from = _tiles(key, shared.key, work.batch, (c.tile_n, c.head_dim))
+    value_tma, value_to, value_from = _tiles(value, shared.value, work.batch, (c.tile_n, c.head_dim_v))
+    dout_tma, dout_to, dout_from = _tiles(dout, shared.dout, work.batch, (c.tile_m, c.head_dim_v))
+
+    if work.steps > 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.key_full, c.tile_n * c.head_dim * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.value_full, c.tile_n * c.head_dim_v * 2)
+        cute.copy(key_tma, key_from[None, work.key_block, 0, work.key_head], key_to, tma_bar_ptr=shared.key_full)
+
+    head, m = work.first_head, work.start_block
+    for step in cutlass.range(work.steps, unroll=1):
+        stage = step % c.stages
+        parity = ((step // c.stages) & 1) ^ 1
+        rows = Int64(work.scratch_block(head, m)) * c.tile_m
+
+        full = shared.query_full + stage
+        cute.arch.mbarrier_wait(shared.query_empty + stage, parity)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, c.query_bytes + c.row_stat_bytes)
+            bulk_load(lse2 + rows, shared.lse2[None, stage].iterator, full, c.row_stat_bytes)
+        cute.copy(query_tma, query_from[None, m, 0, head], query_to[None, stage], tma_bar_ptr=full)
+
+        if step == 0:
+            cute.copy(
+                value_tma,
+                value_from[None, work.key_block, 0, work.key_head],
+                value_to,
+                tma_bar_ptr=shared.value_full,
+            )
+        full = shared.dout_full + stage
+        cute.arch.mbarrier_wait(shared.dout_empty + stage, parity)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, c.dout_bytes + c.row_stat_bytes)
+            bulk_load(delta + rows, shared.delta[None, stage].iterator, full, c.row_stat_bytes)
+        cute.copy(dout_tma, dout_from[None, m, 0, head], dout_to[None, stage], tma_bar_ptr=full)
+        head, m = work.next_block(head, m)

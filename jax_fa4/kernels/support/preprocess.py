@@ -1,0 +1,141 @@
+"""Backward preprocess: row statistics for the main kernels.
+
+For each query row: ``delta = rowsum(out * dout) - dlse`` and ``lse2 = lse * log2(e)``, float32, in the padded layout of
+:mod:`jax_fa4.kernels.sm90.backward.scratch`. The cotangent of LSE enters here: d LSE / d score is P, the same factor
+that multiplies dP - rowsum(out * dout). Rows without probability (past the query length, padding, or fully masked)
+get ``lse2 = +inf`` and ``delta = 0``. The counters ``turn`` start at zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from jax_fa4.kernels.sm90.backward.config import element_type
+from jax_fa4.kernels.sm90.backward.plan import PREPROCESS_THREADS as THREADS
+from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS, LSE2_OF_EMPTY_ROW
+from jax_fa4.kernels.spec import KernelSpec
+
+VECTOR = 8
+"""16-bit elements in a 16-byte load."""
+
+
+class Preprocess:
+    """One CTA per (block of ``tile_m`` rows, query head, batch entry)."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.dtype = element_type(spec.dtype)
+        self.tile_m = spec.tile.m
+        self.varlen = spec.varlen
+        self.counters = spec.deterministic
+        # Lanes that share a row: a power of two, so that a butterfly sums them.
+        self.lanes = 1 << max(0, math.ceil(math.log2(spec.head_dim_v / VECTOR)))
+        self.rows_at_once = THREADS // self.lanes
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Pointer,
+        dout: cute.Pointer,
+        lse: cute.Pointer,
+        dlse: cute.Pointer,
+        lse2: cute.Pointer,
+        delta: cute.Pointer,
+        turn: cute.Pointer | None,
+        batch_info: cute.Pointer | None,
+        rows: Int32,
+        heads: Int32,
+        head_dim_v: Int32,
+        batch: Int32,
+    ) -> None:
+        """out, dout (batch, rows, heads, head_dim_v); lse, dlse float32 (batch, heads, rows)."""
+        self.kernel(out, dout, lse, dlse, lse2, delta, turn, batch_info, rows, heads, head_dim_v).launch(
+            grid=[cute.ceil_div(rows, self.tile_m) * heads * batch, 1, 1], block=[THREADS, 1, 1]
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        out: cute.Pointer,
+        dout: cute.Pointer,
+        lse: cute.Pointer,
+        dlse: cute.Pointer,
+        lse2: cute.Pointer,
+        delta: cute.Pointer,
+        turn: cute.Pointer | None,
+        batch_info: cute.Pointer | None,
+        rows: Int32,
+        heads: Int32,
+        head_dim_v: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        row_blocks = cute.ceil_div(rows, self.tile_m)
+        head_of_batch = block // row_blocks
+        m = block - head_of_batch * row_blocks
+        batch = head_of_batch // heads
+        head = head_of_batch - batch * heads
+        if const_expr(self.counters):  # noqa: SIM102 - a compile-time condition must stand alone
+            if thread < DQ_CHUNKS:
+                cute.make_tensor(turn + (Int64(block) * DQ_CHUNKS + thread), cute.make_layout(1))[0] = Int32(0)
+        q_len = rows
+        if const_expr(self.varlen):
+            q_len = cutlass.min(rows, cute.make_tensor(batch_info + batch * 4, cute.make_layout(4))[0])
+
+        lane = thread % self.lanes
+        steps = self.tile_m // self.rows_at_once
+        shape = cute.make_layout((VECTOR, steps))
+        outs, douts = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
+        outs.fill(0.0)
+        douts.fill(0.0)
+        for i in cutlass.range_constexpr(steps):
+            row = m * self.tile_m + i * self.rows_at_once + thread // self.lanes
+            if (row < q_len) & (lane * VECTOR < head_dim_v):
+                element = ((Int64(batch) * rows + row) * heads + head) * head_dim_v + lane * VECTOR
+                cute.autovec_copy(self._vector(out, element), outs[None, i])
+                cute.autovec_copy(self._vector(dout, element), douts[None, i])
+        for i in cutlass.range_constexpr(steps):
+            total = Float32(0)
+            for j in cutlass.range_constexpr(VECTOR):
+                total += outs[j, i].to(Float32) * douts[j, i].to(Float32)
+            distance = self.lanes // 2
+            for _ in cutlass.range_constexpr(int(math.log2(self.lanes))):
+                total += cute.arch.shuffle_sync_bfly(total, offset=distance)
+                distance = distance // 2
+            row = m * self.tile_m + i * self.rows_at_once + thread // self.lanes
+            if lane == 0:
+                row_lse2, row_delta = Float32(LSE2_OF_EMPTY_ROW), Float32(0)
+                if row < q_len:
+                    source = Int64(head_of_batch) * rows + row
+                    row_lse = cute.make_tensor(lse + source, cute.make_layout(1))[0]
+                    if row_lse > -Float32(float("inf")):
+                        row_lse2 = row_lse * math.log2(math.e)
+                        row_delta = total - cute.make_tensor(dlse + source, cute.make_layout(1))[0]
+                target = Int64(head_of_batch) * (row_blocks * self.tile_m) + row
+                cute.make_tensor(lse2 + target, cute.make_layout(1))[0] = row_lse2
+                cute.make_tensor(delta + target, cute.make_layout(1))[0] = row_delta
+
+    def _vector(self, base: cute.Pointer, element: Int64) -> cute.Tensor:
+        return cute.make_tensor((base + element).align(16), cute.make_layout(VECTOR))
+
+
+def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
+    """Host function and fake arguments of the kernel for ``spec``."""
+
+    def pointer(dtype: Any, align: int) -> Any:
+        return cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
+
+    kernel = Preprocess(spec)
+    arguments = (
+        pointer(kernel.dtype, 16),
+        pointer(kernel.dtype, 16),
+        *(pointer(Float32, 4) for _ in range(4)),
+        pointer(Int32, 4) if kernel.counters else None,
+        pointer(Int32, 16) if kernel.varlen else None,
+        *(Int32(1) for _ in range(4)),
+    )
+    return kernel, arguments
