@@ -79,8 +79,13 @@ def _depend_on_all(result: Array, operands: Operands) -> Array:
     has its cotangent counted once for each element of the axis (or, in newer JAX, raises). The selection, which XLA
     removes, makes both outputs mapped as soon as any operand is.
     """
-    first = (lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape)) for x in jax.tree.leaves(operands))
-    return jnp.where(True, result, sum(jnp.sum(x.astype(result.dtype)) for x in first))
+
+    def first(x: Array) -> Array:
+        # An axis that an Explicit mesh splits cannot be cut to length 1.
+        split = any(jax.typeof(x).sharding.spec)
+        return x if split else lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape))
+
+    return jnp.where(True, result, sum(jnp.sum(first(x).astype(result.dtype)) for x in jax.tree.leaves(operands)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -115,6 +120,9 @@ def _attend_bwd(
         d_out = jnp.zeros_like(out)
     if isinstance(d_lse, SymbolicZero):
         d_lse = None
+    else:
+        # The LSE of a row that sees nothing is a constant; what a function of -inf has as derivative may be NaN.
+        d_lse = jnp.where(lse == -jnp.inf, 0, d_lse)
     gradients = _backward(implementation, config, operands, out, lse, d_out, d_lse, wanted.names)
     absent = Operands(*(None,) * len(Operands._fields))  # type: ignore[arg-type]
     return (absent._replace(**gradients._asdict()),)

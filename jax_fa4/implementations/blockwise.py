@@ -24,6 +24,7 @@ from jax_fa4.config import AttentionConfig, Dims, Gradients, Operands, dims_of
 from jax_fa4.implementations import xla
 from jax_fa4.implementations.base import Implementation
 from jax_fa4.implementations.numerics import accumulator_dtype, einsum, group_heads, scale_of
+from jax_fa4.implementations.split import split_backward, split_forward
 from jax_fa4.masks import Intersection, mask_of
 
 TILE_SCORES = 2**18
@@ -364,4 +365,4 @@ def _empty_backward(operands: Operands, d_lse: Array | None) -> Gradients:
     return Gradients(sinks=sinks)
 
 
-IMPLEMENTATION = Implementation(name="blockwise", forward=forward, backward=backward)
+IMPLEMENTATION = Implementation(name="blockwise", forward=split_forward(forward), backward=split_backward(backward))
