@@ -147,10 +147,20 @@ def test_entry_with_other_parameters_is_refused():
         forward_plan(replace(made, threads=(128, 1, 1)), make_problem())
 
 
-def test_causal_sections_fit_the_cache():
+def test_causal_tiles_come_in_pairs():
+    """3 tiles a head are a pair and a middle one; 16 heads of these are 32 pairs, for at most 32 CTAs."""
+    kernel = kernel_of(make_spec(mask="causal"), make_problem())
+    values = integers_of(kernel)
+    assert (values["tiles_m"], values["total"], kernel.grid) == (3, 64, (32, 1, 1))
+
+
+def test_run_time_lengths_leave_tiles_to_the_hardware():
     """8192 keys of 2 x 128 bfloat16 take 4 MiB: six key/value heads of four query heads each share 24 MiB."""
     problem = make_problem(batch=4, heads=32, kv_heads=8, seqlen_k=8192)
-    assert integers_of(kernel_of(make_spec(mask="causal"), problem))["section"] == 24
+    kernel = kernel_of(make_spec(mask="causal", varlen=True), problem)
+    values = integers_of(kernel)
+    assert values["section"] == 24
+    assert kernel.grid == (values["total"], 1, 1) == (3 * 128, 1, 1)
 
 
 @pytest.mark.parametrize("spec", standard_specs(["sm_90a"], ["forward"]), ids=lambda spec: spec.name)

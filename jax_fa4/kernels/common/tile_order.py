@@ -1,8 +1,14 @@
-"""(DSL) Which output tile a work index means.
+"""(DSL) Which output tiles a CTA computes, and in which order.
 
-Heads that share K and V are neighbours, and (batch, head) pairs are taken in sections whose K and V fit the L2 cache
-together: all query tiles of a section come before the next section. Inside a section the query tile is the slow index
-and counts down under a causal mask, so that long tiles start first and short ones fill the tail.
+A CTA walks indices; every role of a kernel walks the same ones. Heads that share K and V are neighbours in each order,
+and those that run at the same time fit the L2 cache together.
+
+- *plain*: (batch, head) slow, query tile fast, in sections: the K and V of one section fit the L2 cache together, its
+  query tiles are interleaved over its heads. With ``longest_last``, later tiles come first: they see more keys under a
+  causal mask, and short ones should fill the tail. Index i, then i + gridDim.x.
+- *paired*: for a causal mask, where the lengths of tile u and of tile ``tiles_m - 1 - u`` add up to the same: a CTA
+  takes such a pair of a head, the long one first, so that a fixed share of pairs is a fair one. The middle tile of an
+  odd number is alone. Index ``2 * pair + half``.
 """
 
 from __future__ import annotations
@@ -22,15 +28,12 @@ class TileOrder(NamedTuple):
     tiles_m: Int32  # query tiles of one head
     heads: Int32  # heads of one batch element
     batch_heads: Int32  # batch * heads
-    section: Int32  # (batch, head) pairs of one section, >= 1
-    total: Int32  # tiles_m * batch_heads
+    section: Int32  # (batch, head) pairs of one section, >= 1 (plain order)
+    total: Int32  # indices: tiles_m * batch_heads, or twice the pairs
 
 
 def decode(order: TileOrder, index: Int32, longest_last: bool) -> tuple[Int32, Int32, Int32]:
-    """(query tile, head, batch) of a work index in [0, total).
-
-    ``longest_last``: later query tiles see more keys (a causal mask), so the tile index counts down.
-    """
+    """(query tile, head, batch) of an index in the plain order."""
     per_section = order.section * order.tiles_m
     section = index // per_section
     rest = index - section * per_section
@@ -44,24 +47,41 @@ def decode(order: TileOrder, index: Int32, longest_last: bool) -> tuple[Int32, I
 
 
 class WorkList(Invariant):
-    """Work indices of one CTA: round r takes the r-th run of gridDim.x indices, every other round backwards.
+    """The indices of one CTA, and what they mean."""
 
-    With tiles in order of falling length, going back and forth evens out what the CTAs get.
-    """
-
-    def __init__(self, order: TileOrder):
-        self.total = order.total
+    def __init__(self, order: TileOrder, paired: bool, longest_last: bool):
+        self.order, self.paired, self.longest_last = order, paired, longest_last
         self.ctas, _, _ = cute.arch.grid_dim()
         self.cta, _, _ = cute.arch.block_idx()
 
     def first(self) -> Int32:
-        return Int32(self.cta)
+        return Int32(self.cta) * (2 if const_expr(self.paired) else 1)
 
     def holds(self, index: Int32) -> Boolean:
         """Whether an index is work; if not, the CTA is done."""
-        return index < self.total
+        return index < self.order.total
 
     def next(self, index: Int32) -> Int32:
-        """Index of the following round."""
-        back = (index // self.ctas) & 1
-        return index + (1 - back) * (2 * self.ctas - 1 - 2 * self.cta) + back * (2 * self.cta + 1)
+        """The index after ``index``."""
+        if const_expr(not self.paired):
+            return index + self.ctas
+        pair, half = index >> 1, index & 1
+        alone = Int32(2 * (pair % self._pairs()) + 1 == self.order.tiles_m)
+        leave = half | alone
+        return (index + 1) * (1 - leave) + 2 * (pair + self.ctas) * leave
+
+    def tile(self, index: Int32) -> tuple[Int32, Int32, Int32]:
+        """(query tile, head, batch) of an index that is work."""
+        return self._paired_tile(index) if const_expr(self.paired) else decode(self.order, index, self.longest_last)
+
+    def _pairs(self) -> Int32:
+        """Pairs of one head."""
+        return (self.order.tiles_m + 1) >> 1
+
+    def _paired_tile(self, index: Int32) -> tuple[Int32, Int32, Int32]:
+        pair, half = index >> 1, index & 1
+        batch_head = pair // self._pairs()
+        rank = pair - batch_head * self._pairs()
+        batch = batch_head // self.order.heads
+        tile = half * rank + (1 - half) * (self.order.tiles_m - 1 - rank)
+        return tile, batch_head - batch * self.order.heads, batch

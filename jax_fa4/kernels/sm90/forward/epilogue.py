@@ -50,6 +50,13 @@ def finish(consumer, lengths, row: Int32, head: Int32, batch: Int32, output_map,
 
 
 @cute.jit
+def drain(consumer):
+    """Waits until the last store has read its slot: shared memory must outlive it."""
+    if consumer.thread == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
 def _store_lse(consumer, lse: Float32, position: Int32, half: int, head: Int32, batch: Int32):
     """One row's LSE to (batch, head, position), if the row is in the operand."""
     problem = consumer.problem

@@ -61,6 +61,11 @@ class ForwardLayout:
         return swizzle_chunk(self.spec.head_dim_v)
 
     @property
+    def paired(self) -> bool:
+        """Whether CTAs take pairs of tiles (:mod:`jax_fa4.kernels.common.tile_order`)."""
+        return self.spec.mask == "causal" and not self.spec.varlen
+
+    @property
     def optimistic(self) -> bool:
         """Whether blocks without a mask skip the maximum (:func:`softmax.optimistic_block`)."""
         return bool(self.spec.tile.option("optimistic", 1))

@@ -8,7 +8,6 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from jax_fa4.kernels.common.invariant import Invariant
-from jax_fa4.kernels.common.tile_order import WorkList, decode
 from jax_fa4.kernels.sm90.forward import epilogue, softmax
 from jax_fa4.kernels.sm90.forward.layout import ROWS, TURN_BARRIER, WARPGROUP
 from jax_fa4.kernels.sm90.forward.problem import Problem, Shared
@@ -138,16 +137,34 @@ class Consumer(Invariant):
         return following
 
     @cute.jit
-    def tile(self, position: Int32, blocks, lengths, row: Int32, query_free: cute.Pointer) -> Int32:
+    def skip(self, position: Int32, count: Int32) -> Int32:
+        """Lets ``count`` blocks of the tile pass that this warpgroup's rows do not see."""
+        ring_k, ring_v = self.shared.k_ring, self.shared.v_ring
+        for _ in cutlass.range(count, unroll=1):
+            ring_k.wait_full(position)
+            self.take_turn()
+            self.pass_turn()
+            self.release(ring_k.empty(position))
+            ring_v.wait_full(position)
+            self.release(ring_v.empty(position))
+            position = ring_k.advance(position)
+        return position
+
+    @cute.jit
+    def tile(self, position: Int32, tile_blocks, lengths, row: Int32, query_free: cute.Pointer) -> Int32:
         """All key blocks of a tile, last to first; returns the ring position after them.
 
-        Where O has a slot of its own, ``query_free`` is arrived at as soon as Q has been read for the last time.
+        Every warpgroup takes one turn more than the tile has blocks, whichever of them its rows see. Where O has a
+        slot of its own, ``query_free`` is arrived at as soon as Q has been read for the last time.
         """
         ring_k, ring_v = self.shared.k_ring, self.shared.v_ring
+        blocks = self.problem.warpgroup_blocks(row, lengths)
+        sees = blocks.end > blocks.begin
         self.output.fill(0.0)
         self.maxima.fill(-Float32.inf)
         self.sums.fill(0.0)
-        if blocks.end > blocks.begin:
+        position = self.skip(position, tile_blocks.end - (blocks.end if sees else tile_blocks.begin))
+        if sees:
             ring_k.wait_full(position)
             self.take_turn()
             self.issue_scores(position)
@@ -167,14 +184,17 @@ class Consumer(Invariant):
                     position = self.step(position, blocks.full_begin - 1 - step, lengths, row, True)
         if const_expr(self.layout.output_slot):
             self.release(query_free)
-        if blocks.end > blocks.begin:
+        if sees:
             ring_v.wait_full(position)
             self.take_turn()
             self.issue_output(position)
             self.pass_turn()
             wgmma.wait_group(0)
             self.release(ring_v.empty(position))
-            position = ring_v.advance(position)
+            position = self.skip(ring_v.advance(position), blocks.begin - tile_blocks.begin)
+        elif tile_blocks.end > tile_blocks.begin:
+            self.take_turn()
+            self.pass_turn()
         return position
 
 
@@ -188,18 +208,19 @@ def consume(problem: Problem, shared: Shared, operands, output_map, thread: Int3
         if number == layout.warpgroups - 1:
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
     position, q_position = Int32(0), Int32(0)
-    walk = WorkList(problem.order)
+    walk = problem.work_list()
     index = walk.first()
     while walk.holds(index):
-        tile, head, batch = decode(problem.order, index, problem.longest_last)
+        tile, head, batch = walk.tile(index)
         lengths = problem.lengths(batch)
-        blocks = problem.blocks(tile, lengths)
+        blocks = problem.tile_blocks(tile, lengths)
         row = problem.first_row(tile, number)
         q_ring.wait_full(q_position)
         position = consumer.tile(position, blocks, lengths, row, q_ring.empty(q_position))
         epilogue.finish(consumer, lengths, row, head, batch, output_map, q_ring.empty(q_position))
         q_position = q_position ^ 1
         index = walk.next(index)
+    epilogue.drain(consumer)
     if const_expr(layout.ping_pong):  # noqa: SIM102 (this one is decided at compile time, the next at run time)
         if number == 0:
             cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)

@@ -6,13 +6,9 @@ from jax_fa4.ffi.plan import SWIZZLE_64B, SWIZZLE_128B, Kernel, Parameter, Scala
 from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.sm90.forward.layout import ELEMENT, ROWS, ForwardLayout
-from jax_fa4.kernels.spec import KernelSpec
 
 SECTION_BYTES = 24 << 20
 """K and V of the heads that causal tiles are interleaved over: about half of the L2, as the rest streams through."""
-
-UNEVEN_FROM = 4096
-"""Keys from which causal tiles are scheduled by the hardware; measured, see docs/measurements."""
 
 MIN_SCALE_LOG2 = 2.0**-100
 """Stands in for a scale of 0: the kernel multiplies masked scores (-inf) by the scale. Any score below 2**80 times it
@@ -20,7 +16,11 @@ changes no exponential."""
 
 
 def forward_kernel(spec_artefact: Artefact, problem: ForwardProblem, sm_count: int) -> Kernel:
-    """The kernel launch for one problem with at least one query row and one key."""
+    """The kernel launch for one problem with at least one query row and one key.
+
+    One CTA per multiprocessor takes a fixed share of the tiles. Where lengths are known only at run time, shares could
+    differ much: then each tile has a CTA, and the hardware's scheduler evens them out.
+    """
     spec = spec_artefact.spec
     layout = ForwardLayout(spec)
     group = problem.group
@@ -31,7 +31,8 @@ def forward_kernel(spec_artefact: Artefact, problem: ForwardProblem, sm_count: i
     tiles_m = -(-problem.seqlen_q // tile_tokens)
     heads = problem.kv_heads if spec.pack_gqa else problem.heads
     batch_heads = problem.batch * heads
-    total = tiles_m * batch_heads
+    pairs = -(-tiles_m // 2) * batch_heads
+    total = 2 * pairs if layout.paired else tiles_m * batch_heads
     if total >= 2**31:
         raise ValueError(f"{total} query tiles; a launch takes fewer than 2**31")
     buffers = problem.buffers(spec.varlen)
@@ -62,17 +63,12 @@ def forward_kernel(spec_artefact: Artefact, problem: ForwardProblem, sm_count: i
     parameters += [Scalars("i", (value,)) for value in integers]
     return Kernel(
         artefact=0,
-        grid=(total if _uneven(problem, spec) else min(total, sm_count), 1, 1),
+        grid=(total if spec.varlen else min(pairs if layout.paired else total, sm_count), 1, 1),
         block=(layout.threads, 1, 1),
         cluster=(1, 1, 1),
         shared_bytes=layout.shared_bytes,
         parameters=tuple(parameters),
     )
-
-
-def _uneven(problem: ForwardProblem, spec: KernelSpec) -> bool:
-    """Whether tiles differ so much in length that the hardware's scheduler, one CTA per tile, beats a fixed share."""
-    return spec.varlen or (spec.mask == "causal" and problem.seqlen_k >= UNEVEN_FROM)
 
 
 def _section(problem: ForwardProblem, mask: str, packed: bool, batch_heads: int) -> int:

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from jax_fa4.kernels.common.block_range import BlockRange, Lengths, block_range
 from jax_fa4.kernels.common.invariant import Invariant
 from jax_fa4.kernels.common.ring import Ring
-from jax_fa4.kernels.common.tile_order import TileOrder
+from jax_fa4.kernels.common.tile_order import TileOrder, WorkList
 from jax_fa4.kernels.sm90.forward.layout import BARRIER, ROWS, ForwardLayout
 
 
@@ -40,9 +40,9 @@ class Problem(Invariant):
     def packed(self) -> bool:
         return self.layout.spec.pack_gqa
 
-    @property
-    def longest_last(self) -> bool:
-        return self.layout.spec.mask == "causal"
+    def work_list(self) -> WorkList:
+        """What this CTA computes."""
+        return WorkList(self.order, self.layout.paired, self.layout.spec.mask == "causal")
 
     def lengths(self, batch: Int32) -> Lengths:
         """Lengths and mask bounds of one batch element."""
@@ -63,8 +63,13 @@ class Problem(Invariant):
         """Query position of a warpgroup's first row."""
         return (tile * self.layout.warpgroups + warpgroup) * self.box_tokens
 
-    def blocks(self, tile: Int32, lengths: Lengths) -> BlockRange:
-        """Key blocks of a tile: the same for all of its warpgroups, which share the rings."""
+    def warpgroup_blocks(self, row: Int32, lengths: Lengths) -> BlockRange:
+        """Key blocks that one warpgroup's rows see: a part of the tile's."""
+        spec = self.layout.spec
+        return block_range(spec.mask, spec.tile.n, row, Int32(self.box_tokens), lengths)
+
+    def tile_blocks(self, tile: Int32, lengths: Lengths) -> BlockRange:
+        """Key blocks of a tile: what the rings carry for all of its warpgroups."""
         spec = self.layout.spec
         rows = self.box_tokens * self.layout.warpgroups
         return block_range(spec.mask, spec.tile.n, self.first_row(tile, 0), rows, lengths)

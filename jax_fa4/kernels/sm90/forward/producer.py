@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from jax_fa4.kernels.common import tma
-from jax_fa4.kernels.common.tile_order import WorkList, decode
 from jax_fa4.kernels.sm90.forward.problem import Problem, Shared
 
 
@@ -17,11 +16,11 @@ def produce(problem: Problem, shared: Shared, query_map, key_map, value_map):
     layout = problem.layout
     position = Int32(0)  # both rings advance once per block
     q_position = Int32(0)
-    walk = WorkList(problem.order)
+    walk = problem.work_list()
     index = walk.first()
     while walk.holds(index):
-        tile, head, batch = decode(problem.order, index, problem.longest_last)
-        blocks = problem.blocks(tile, problem.lengths(batch))
+        tile, head, batch = walk.tile(index)
+        blocks = problem.tile_blocks(tile, problem.lengths(batch))
         kv_head = problem.kv_head(head)
         count = blocks.end - blocks.begin
         if count > 0:
