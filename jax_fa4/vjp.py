@@ -107,7 +107,8 @@ def _attend_fwd(
     names = (name for name in DIFFERENTIABLE if getattr(primals, name) is not None)
     wanted = _Wanted(frozenset(name for name in names if getattr(primals, name).perturbed))
     operands = jax.tree.map(lambda primal: primal.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
-    out, lse = _attend(implementation, config, operands)
+    # Not through the function above: a rematerialization policy does not see names inside another custom_vjp call.
+    out, lse = _named(*_forward(implementation, config, operands))
     return (out, lse), (operands, out, lse, wanted)
 
 
