@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import subprocess
+import sys
 import zlib
 
 import jax
@@ -303,3 +305,39 @@ def test_illegal_arguments() -> None:
         parallel.make_attention(mesh, sequence_axis="seq", strategy="star")
     with pytest.raises(ValueError, match=r"query: length 30 of shape \(1, 30, 2, 8\) does not divide by the 4 devices"):
         parallel.make_attention(mesh, sequence_axis="seq")(x[:, :30], x, x)
+
+
+EXPORTED = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp
+import numpy as np
+exported = jax.export.deserialize(open(sys.argv[1], "rb").read())
+mesh = jax.make_mesh((4,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "seq"))
+x = jax.device_put(jnp.asarray(np.load(sys.argv[2])), sharding)
+np.save(sys.argv[3], np.asarray(jax.jit(exported.call)(x, x, x)))
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_exported_function_runs_in_a_fresh_process(strategy, tmp_path) -> None:
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = P(None, "seq")
+    function = jax.jit(
+        jax.shard_map(
+            functools.partial(STRATEGIES[strategy], axis_name="seq", is_causal=True),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+        ),
+        in_shardings=jax.sharding.NamedSharding(mesh, spec),
+    )
+    x = jnp.asarray(operands(heads=(4, 4))[0], jnp.float32)
+    program, given, result = (tmp_path / name for name in ("program", "x.npy", "out.npy"))
+    program.write_bytes(jax.export.export(function)(x, x, x).serialize())
+    np.save(given, np.asarray(x))
+    command = [sys.executable, "-c", EXPORTED, *map(str, (program, given, result))]
+    subprocess.run(command, check=True, timeout=300)
+    np.testing.assert_array_equal(np.load(result), np.asarray(function(x, x, x)))
