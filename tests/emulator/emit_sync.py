@@ -110,6 +110,8 @@ def fence(t: Translator, ins: Instruction) -> None:
             everything = not target.startswith("shared") and "shared" not in kind
             t.line(f"w.proxy_fence({shared}, {everything})")
         return
+    if "mbarrier_init" in ins.parts:
+        t.line("w.announce_barriers()")
     t.line("w.fence()")
 
 

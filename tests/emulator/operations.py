@@ -56,6 +56,7 @@ class Operation(AsyncAction):
         barrier = cta.mbarriers.get(offset)
         if barrier is None:
             raise SyncError(f"{self.report()}: no initialised mbarrier at +{offset:#x} of CTA {cta.ctaid}")
+        barrier.check_async(self.clocks, self.report)
         barrier.complete_tx(nbytes, self.clocks, self.report)
         self.machine.progress += 1
         if barrier.advance():
@@ -66,6 +67,7 @@ class Operation(AsyncAction):
         barrier = cta.mbarriers.get(offset)
         if barrier is None:
             raise SyncError(f"{self.report()}: no initialised mbarrier at +{offset:#x} of CTA {cta.ctaid}")
+        barrier.check_async(self.clocks, self.report)
         barrier.arrive(1, self.clocks, self.report)
         self.machine.progress += 1
         if barrier.advance():

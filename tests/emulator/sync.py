@@ -37,6 +37,7 @@ class Mbarrier(Waitable):
         self.gathering = np.zeros((3, width), np.int32)
         self.completed = np.zeros((3, width), np.int32)
         self.init_column, self.init_clock, self.init_line = 0, 0, 0
+        self.announced = False  # fence.mbarrier_init (or fence.proxy.async) followed the initialisation
         self.last: list[str] = []
 
     def arrive(self, count: int, clock: np.ndarray, who) -> None:
@@ -46,6 +47,13 @@ class Mbarrier(Waitable):
                 f"{who()}: {count} arrivals on {self.report()}: {-self.pending} more than the phase expects"
             )
         join(self.gathering, clock)
+
+    def check_async(self, clock: np.ndarray, who) -> None:
+        """Raises SyncError unless an asynchronous operation with ``clock`` may signal the barrier."""
+        if clock[0, self.init_column] < self.init_clock:
+            raise SyncError(f"{who()} signals {self.report()}, not ordered after its mbarrier.init")
+        if not self.announced:
+            raise SyncError(f"{who()} signals {self.report()}, without fence.mbarrier_init after its mbarrier.init")
 
     def complete_tx(self, count: int, clock: np.ndarray, who) -> None:
         self.tx -= count

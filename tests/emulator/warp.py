@@ -50,6 +50,7 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
         self.wgmma_fenced = False
         self.cluster_phase: int | None = None
         self.fence_clock: np.ndarray | None = None
+        self.unannounced: list = []  # mbarriers initialised since the last fence
         self.pending_acquire: np.ndarray | None = None
         self.may_time_out = False
         self.timed_out = False

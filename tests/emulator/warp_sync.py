@@ -60,6 +60,7 @@ class WarpSync:
         barrier.init_column, barrier.init_clock = self.column, int(self.clocks[ORDER, self.column])
         barrier.init_line = self.line
         cta.mbarriers[offset] = barrier
+        self.unannounced.append(barrier)
 
     def mbarrier_inval(self, address: int) -> None:
         cta, offset = self._barrier_place(address)
@@ -207,10 +208,17 @@ class WarpSync:
         self.fence_clock = self.clocks.copy()
         self.tick()
 
+    def announce_barriers(self) -> None:
+        """``fence.mbarrier_init``: the barriers that this warp has initialised become visible to asynchronous units."""
+        for barrier in self.unannounced:
+            barrier.announced = True
+        self.unannounced.clear()
+
     def proxy_fence(self, shared: bool, everything_global: bool) -> None:
         """``fence.proxy.async``: generic accesses so far become visible to the async proxy."""
         if shared:
             join(self.clocks[PROXY_SHARED], self.clocks[ORDER])
+            self.announce_barriers()
         if everything_global:
             join(self.clocks[PROXY_GLOBAL], self.clocks[ORDER])
         self.tick()

@@ -209,6 +209,7 @@ class TensorCore:
                 raise SyncError(f"{self.describe()} commits to {offset:#x} of CTA {cta.ctaid}: no initialised mbarrier")
             if cta.live == 0:
                 raise MemoryFault(f"{self.describe()} commits to an mbarrier of CTA {cta.ctaid}, which has exited")
+            barrier.check_async(self.clock, self.describe)
             barrier.arrive(1, self.clock, self.describe)
             if barrier.advance():
                 self.machine.changed(barrier)
