@@ -1,4 +1,4 @@
-"""The forward kernels run from their PTX in the emulator: problems of ``tests.cases`` in, NumPy arrays and counts out."""
+"""The forward kernels run from their PTX in the emulator: problems of ``tests.cases`` in, arrays and counts out."""
 
 from __future__ import annotations
 

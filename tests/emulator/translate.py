@@ -367,6 +367,7 @@ class Translator:
         return "\n".join(
             [
                 "def warp(w):",
+                " if w is None: yield",  # a generator even if the program never synchronises
                 " M = w.initial_mask; rp = -1; st = []; pc = 0; bc = w.block_counts",
                 *self.out,
                 " while True:",

@@ -76,7 +76,9 @@ class CorrectionRole:
         factor = ptx.load_shared(self.stat(stage))
         self.arrive(c.edges.stat.empty(stage))
         moved = ptx.warp_any(factor < Float32(1.0))
-        c.edges.o.wait_full(stage, block)
+        # Paired: the factor belongs to scores that were computed after this block's product.
+        if cutlass.const_expr(not c.config.paired):
+            c.edges.o.wait_full(stage, block)
         if moved:
             ptx.tmem_fence_after()
             address = self.lanes + tmem.accumulator(c.config, stage)

@@ -102,7 +102,9 @@ class SoftmaxRole:
         factor = select_(keep, Float32(1.0), exp2(growth))
         maximum = select_(keep, maximum, new)
         if not first:
-            c.edges.stat.wait_empty(self.stage, stats)
+            # Paired: these scores came after P V of the last block, which waited for its factor to be applied.
+            if cutlass.const_expr(not c.config.paired):
+                c.edges.stat.wait_empty(self.stage, stats)
             ptx.store_shared(self.stat, factor)
             self.arrive(c.edges.stat.full(self.stage))
 
