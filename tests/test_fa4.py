@@ -17,10 +17,10 @@ from jax_fa4.ffi.wire import decode
 from jax_fa4.implementations import base, fa4
 from jax_fa4.kernels import store
 from jax_fa4.kernels.problem import ForwardProblem
-from jax_fa4.kernels.select import forward_spec
+from jax_fa4.kernels.select import forward_specs
 
 from . import oracle
-from .test_ffi_call import custom_call
+from .test_ffi_call import custom_call, custom_calls
 
 NAME = "oracle"
 
@@ -83,8 +83,8 @@ def test_float16_and_unbatched_operands():
     close(got, jax_fa4.attention(*arrays, is_causal=True, implementation="xla"))
 
 
-@pytest.mark.parametrize("name", ["causal", "offsets", "lengths"])
-def test_gradients(name):
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_come_from_the_backward_kernels(name, recwarn):
     arrays = operands()
 
     def loss(implementation, *x):
@@ -93,6 +93,30 @@ def test_gradients(name):
 
     got, want = (jax.jit(jax.grad(functools.partial(loss, i), (0, 1, 2)))(*arrays) for i in (NAME, "xla"))
     close(got, want, atol=6e-2)
+    assert not [w for w in recwarn if issubclass(w.category, jax_fa4.FallbackWarning)]
+
+
+def test_missing_backward_is_blockwise_with_a_warning():
+    arrays = operands(dim=192, dim_v=192)
+
+    def loss(implementation, *x):
+        return jnp.sum(jax_fa4.attention(*x, is_causal=True, implementation=implementation).astype(jnp.float32) ** 2)
+
+    with pytest.warns(
+        jax_fa4.FallbackWarning, match="gradients of this call through XLA.*the backward takes up to 128"
+    ):
+        got = jax.grad(functools.partial(loss, NAME), (0, 1, 2))(*arrays)
+    close(got, jax.grad(functools.partial(loss, "xla"), (0, 1, 2))(*arrays), atol=6e-2)
+
+
+def test_only_wanted_gradients_and_one_cotangent():
+    query, key, value = operands()
+
+    def loss(implementation, key):
+        return jnp.sum(jax_fa4.attention_with_lse(query, key, value, implementation=implementation)[1])
+
+    got, want = (jax.grad(functools.partial(loss, i))(key) for i in (NAME, "xla"))
+    close(got, want)
 
 
 SUBSETS = [m for m in itertools.product([None, 0], repeat=4) if any(axis is not None for axis in m)]
@@ -118,8 +142,7 @@ def test_vmap_over_any_subset(mapped):
         out, lse = function(implementation, *x, arrays[3])
         return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(jnp.where(jnp.isinf(lse), 0, lse))
 
-    # The backward is the blockwise one, whose own tests go through every subset.
-    if mapped in [(None, None, 0, None), (0, None, None, None)]:
+    if mapped[3] is None:
         gradients = (jax.vmap(jax.grad(functools.partial(loss, i), (0, 1, 2)), mapped[:3]) for i in (NAME, "xla"))
         got, want = (g(*arrays[:3]) for g in gradients)
         close(got, want, atol=0.15)
@@ -211,9 +234,8 @@ def test_missing_artefact_is_a_reason():
 
 
 def test_store_says_what_is_missing(tmp_path, monkeypatch):
-    spec = forward_spec(
-        ForwardProblem(2, 5, 7, 4, 4, 64, 64, "bfloat16", 0.125), arch="sm_90a", mask="none", varlen=False
-    )
+    problem = ForwardProblem(2, 5, 7, 4, 4, 64, 64, "bfloat16", 0.125)
+    (spec,) = forward_specs(problem, arch="sm_90a", mask="none", varlen=False)
     empty = store.ArtefactStore(cache=tmp_path, compile_missing=False)
     assert "python -m jax_fa4 compile --arch sm_90a" in empty.missing_reason(spec)
     artefact = oracle.OracleStore().load(spec)
@@ -253,10 +275,39 @@ def test_export_for_cuda_on_this_machine(name):
     assert len(decode(plan).buffer_bytes) == 5 + bool(traced)
 
 
-def test_short_grouped_queries_are_packed():
-    def spec(heads, key_heads, length):
-        problem = ForwardProblem(1, length, 512, heads, key_heads, 64, 64, "bfloat16", 0.125)
-        return forward_spec(problem, arch="sm_90a", mask="none", varlen=False)
+def packs(heads, key_heads, length):
+    problem = ForwardProblem(1, length, 512, heads, key_heads, 64, 64, "bfloat16", 0.125)
+    specs = forward_specs(problem, arch="sm_90a", mask="none", varlen=False)
+    assert not specs[-1].pack_gqa
+    return len(specs) == 2 and specs[0].pack_gqa
 
-    assert spec(8, 1, 1).pack_gqa and spec(8, 2, 16).pack_gqa and spec(64, 1, 1).pack_gqa
-    assert not spec(8, 8, 1).pack_gqa and not spec(8, 1, 4096).pack_gqa and not spec(128, 1, 1).pack_gqa
+
+def test_short_grouped_queries_are_packed():
+    assert packs(8, 1, 1) and packs(8, 2, 16) and packs(64, 1, 1)
+    assert not packs(8, 8, 1) and not packs(8, 1, 4096) and not packs(128, 1, 1) and not packs(4, 2, 256)
+
+
+def test_without_the_packed_kernel_the_plain_one_serves():
+    class Released(oracle.OracleStore):
+        def missing_reason(self, spec):
+            return "not shipped" if spec.pack_gqa else None
+
+    store.set_default_store(Released())
+    arrays = operands(length=1, heads=8, key_heads=1)
+    close(jax_fa4.attention(*arrays, implementation=NAME), jax_fa4.attention(*arrays, implementation="xla"))
+
+
+def test_backward_export_carries_all_kernels_and_scratch():
+    arrays = operands()
+
+    def loss(*x):
+        return jnp.sum(jax_fa4.attention(*x, is_causal=True, implementation="fa4:sm_90a").astype(jnp.float32))
+
+    checks = [jax.export.DisabledSafetyCheck.custom_call(launcher.TARGET_NAME)]
+    exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=checks)(*arrays)
+    forward, backward = custom_calls(exported)
+    decoded = decode(backward[0])
+    assert [a.entry for a in decoded.plan.artefacts] == ["entry"] * 3 and len(decoded.plan.steps) == 3
+    assert backward[1].count(b"cubin of backward_") == 3
+    assert backward[2][:3] == ["tensor<2x5x4x16xbf16>", "tensor<2x7x2x16xbf16>", "tensor<2x7x2x8xbf16>"]
+    assert len(backward[2]) == 7 and len(forward[2]) == 2

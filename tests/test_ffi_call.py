@@ -218,6 +218,22 @@ def test_sharding_rule_for_shardy():
     assert factors == {"g": 2, "need_replication_factors": ("t", "h", "s", "v")}
 
 
+def test_gradients_by_key_head_are_never_split_within_a_group():
+    backward = Dimensions(("btnh", "bskh", "bskv"), ("btnh", "bskh", "bskv"))
+    sizes = {"x": 2, "y": 4}
+    for heads, key_heads, want in (
+        (8, 2, Split((), ("x",), ("x",))),
+        (8, 1, Split()),
+        (8, 8, Split((), ("x", "y"), ("x", "y"))),
+    ):
+        shapes = [jax.ShapeDtypeStruct((2, 4, n, 8), jnp.float32) for n in (heads, key_heads, key_heads)]
+        assert choose_split(backward, shapes, P(None, None, ("x", "y")), sizes) == want
+    _, factors = sharding_rule(backward, arrays(heads=6, key_heads=3))
+    assert factors == {"g": 2, "need_replication_factors": ("t", "g", "h", "s", "v")}
+    _, factors = sharding_rule(backward, arrays(heads=6, key_heads=1))
+    assert factors == {"need_replication_factors": ("t", "g", "h", "s", "k", "v")}
+
+
 def exported_call(operation, *operands):
     """The custom call in the module lowered for CUDA on this machine: (attributes, module text)."""
     allowed = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
@@ -229,7 +245,8 @@ def exported_call(operation, *operands):
     return custom_call(restored)
 
 
-def custom_call(exported):
+def custom_calls(exported):
+    """(plan, cubins, result types) of each of our custom calls in an exported module, in order."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
@@ -237,15 +254,19 @@ def custom_call(exported):
 
     def visit(op):
         if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value == TARGET_NAME:
-            found.append(op)
+            config = op.attributes["mhlo.backend_config"]
+            types = [str(result.type) for result in op.results]
+            found.append((config["plan"].value_bytes, config["cubins"].value_bytes, types))
         return ir.WalkResult.ADVANCE
 
     with mlir.make_ir_context():
-        module = mlir.ir.Module.parse(exported.mlir_module())
-        module.operation.walk(visit)
-        (op,) = found
-        config = op.attributes["mhlo.backend_config"]
-        return config["plan"].value_bytes, config["cubins"].value_bytes, [str(t.type) for t in op.results]
+        mlir.ir.Module.parse(exported.mlir_module()).operation.walk(visit)
+    return found
+
+
+def custom_call(exported):
+    (found,) = custom_calls(exported)
+    return found
 
 
 def test_lowering_for_cuda_carries_plan_and_cubins_through_export():

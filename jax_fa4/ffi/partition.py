@@ -2,7 +2,8 @@
 
 Axes are named per operand and result (:class:`Dimensions`). Query heads are the compound of key heads and the group's
 heads, ``n = k * g``, key head major: a mesh axis that splits query heads splits key heads alike as long as there are
-enough of them, then the heads within a group, with key and value replicated over it.
+enough of them, then the heads within a group, with key and value replicated over it. The latter not where a result has
+key heads (a gradient): it would be a sum over devices.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class Dimensions:
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
+
+    @property
+    def splits_groups(self) -> bool:
+        """Whether the query heads of one key head may lie on several devices."""
+        return not any(KEY_HEADS in names for names in self.results)
 
     def size(self, name: str, operands: Sequence[Any]) -> int:
         """Length of an axis, from operands with ``shape``."""
@@ -84,7 +90,8 @@ def choose_split(dimensions: Dimensions, operands: Sequence[Any], spec: P, axis_
     for_keys = _divisible(heads, key_heads, axis_sizes)
     for_keys_size = functools.reduce(lambda n, axis: n * axis_sizes[axis], for_keys, 1)
     # The group's heads can be split only where a device has a single key head: its query heads are contiguous then.
-    for_group = _divisible(heads[len(for_keys) :], group, axis_sizes) if for_keys_size == key_heads else ()
+    may_split_group = dimensions.splits_groups and for_keys_size == key_heads
+    for_group = _divisible(heads[len(for_keys) :], group, axis_sizes) if may_split_group else ()
     return Split(batch, for_keys + for_group, for_keys)
 
 
@@ -108,27 +115,33 @@ def explicit_specs(dimensions: Dimensions, operands: Sequence[Any]) -> list[P]:
 def sharding_rule(dimensions: Dimensions, operands: Sequence[Any]) -> tuple[str, dict[str, Any]]:
     """Shardy's rule, and its keyword arguments: factors that must be replicated, sizes of the factors of ``n``.
 
-    A factor of size 1 cannot be named in a compound, so ``n`` is ``k`` or ``g`` alone where the other is 1.
+    Shardy takes no compound with a factor of size 1, so ``n`` is ``k`` or ``g`` alone where the other is 1.
     """
     key_heads = dimensions.size(KEY_HEADS, operands)
     group = dimensions.size(QUERY_HEADS, operands) // key_heads
-    factors: dict[str, Any] = {}
-    if group == 1:
-        heads = "k"
-    elif key_heads == 1:
-        heads = "g"
-    else:
-        heads = "(k g)"
-        factors["g"] = group
+    heads = ("k",) if group == 1 else ("g",) if key_heads == 1 else ("k", "g")
+    splittable = {BATCH}
+    if "k" in heads:
+        splittable.add("k")
+    if dimensions.splits_groups:
+        splittable.add("g")
+
+    def factors(name: str) -> tuple[str, ...]:
+        return heads if name == QUERY_HEADS else (name,)
+
+    def axis(name: str) -> str:
+        return f"({' '.join(factors(name))})" if len(factors(name)) > 1 else factors(name)[0]
 
     def text(arrays: tuple[str, ...]) -> str:
-        return ", ".join(" ".join(heads if name == QUERY_HEADS else name for name in names) for names in arrays)
+        return ", ".join(" ".join(map(axis, names)) for names in arrays)
 
-    # Shardy wants special factors in the order in which the rule names them.
-    order = dict.fromkeys("".join(dimensions.operands + dimensions.results))
-    splittable = {BATCH, QUERY_HEADS} if heads == "g" else {BATCH, QUERY_HEADS, KEY_HEADS}
-    factors["need_replication_factors"] = tuple(name for name in order if name not in splittable)
-    return f"{text(dimensions.operands)} -> {text(dimensions.results)}", factors
+    # Shardy wants special factors in the order in which the rule first names them.
+    names = "".join(dimensions.operands + dimensions.results)
+    order = dict.fromkeys(factor for name in names for factor in factors(name))
+    arguments: dict[str, Any] = {"need_replication_factors": tuple(f for f in order if f not in splittable)}
+    if len(heads) > 1:
+        arguments["g"] = group
+    return f"{text(dimensions.operands)} -> {text(dimensions.results)}", arguments
 
 
 def partitioned(local: Callable[..., tuple[jax.Array, ...]], dimensions: Dimensions, operands: Sequence[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,10 +16,9 @@ from jax_fa4.ffi.host import Executor
 from jax_fa4.ffi.register import unavailable_reason
 from jax_fa4.implementations import blockwise
 from jax_fa4.implementations.base import Implementation
-from jax_fa4.kernels.select import forward_spec
 from jax_fa4.kernels.spec import ARCHITECTURES, DTYPES, UnsupportedSpecError
-from jax_fa4.kernels.store import default_store
-from jax_fa4.primitives import BATCH_INFO_COLUMNS, ForwardOperation
+from jax_fa4.primitives import BATCH_INFO_COLUMNS, AttentionCall, BackwardOperation, ForwardOperation
+from jax_fa4.primitives import backward as run_backward
 from jax_fa4.primitives import forward as run_forward
 
 NAME = "fa4"
@@ -40,12 +40,12 @@ class Kernels:
         """This as an entry of the registry."""
         return Implementation(name, self.forward, self.backward, self.unsupported_reasons, self.platform_reasons)
 
-    def operation(self, config: AttentionConfig, operands: Operands) -> ForwardOperation:
-        """The forward call's static parameters. ``config.scale`` must be a number; a negative one counts as positive
-        (:meth:`forward` negates the query)."""
+    def call(self, config: AttentionConfig, operands: Operands) -> AttentionCall:
+        """The call's static parameters. ``config.scale`` must be a number; see :func:`_signed` for
+        negative ones."""
         assert config.scale is not None
         varlen = any(x is not None for x in (operands.query_lengths, operands.key_value_lengths, operands.query_offset))
-        return ForwardOperation(
+        return AttentionCall(
             scale=abs(config.scale),
             mask=config.mask_kind,
             left=config.window_left,
@@ -58,11 +58,9 @@ class Kernels:
 
     def forward(self, config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
         """See :data:`jax_fa4.implementations.base.Forward`."""
-        operation = self.operation(config, operands)
-        assert config.scale is not None
-        query = -operands.query if config.scale < 0 else operands.query
-        info = batch_info(config, operands) if operation.varlen else None
-        return run_forward(operation, query, operands.key, operands.value, info)
+        call = self.call(config, operands)
+        query = _signed(config, operands.query)
+        return run_forward(call, query, operands.key, operands.value, _info(call, config, operands))
 
     def backward(
         self,
@@ -74,9 +72,44 @@ class Kernels:
         d_lse: Array | None,
         wanted: frozenset[str],
     ) -> Gradients:
-        """See :data:`jax_fa4.implementations.base.Backward`. Blockwise XLA: the kernels have no backward yet, and the
-        residuals are the same."""
-        return blockwise.backward(config, operands, out, lse, d_out, d_lse, wanted)
+        """See :data:`jax_fa4.implementations.base.Backward`. Blockwise XLA, with a warning, where the kernels have no
+        backward for the call: the residuals are the same."""
+        call = self.call(config, operands)
+        reason = self.backward_reason(config, operands)
+        if reason is not None:
+            from jax_fa4.dispatch import FallbackWarning  # which imports the implementations
+
+            warnings.warn(
+                f"jax_fa4 computes the gradients of this call through XLA (blockwise), not by its kernels: {reason}",
+                FallbackWarning,
+                stacklevel=2,
+            )
+            return blockwise.backward(config, operands, out, lse, d_out, d_lse, wanted)
+        d_query, d_key, d_value = run_backward(
+            call,
+            _signed(config, operands.query),
+            operands.key,
+            operands.value,
+            out,
+            lse,
+            d_out,
+            d_lse,
+            _info(call, config, operands),
+            deterministic=config.deterministic,
+        )
+        gradients = {"query": _signed(config, d_query), "key": d_key, "value": d_value}
+        return Gradients(**{name: x for name, x in gradients.items() if name in wanted})
+
+    def backward_reason(self, config: AttentionConfig, operands: Operands) -> str | None:
+        """Why the kernels cannot compute the gradients of a call whose forward they serve, or None."""
+        target = _target(self.arch)
+        if target is None:
+            return "the architecture is unknown: JAX sees no CUDA device in this process"
+        operation = BackwardOperation(self.call(config, operands), config.deterministic)
+        try:
+            return operation.missing_reason(operands[:3], target.arch)
+        except UnsupportedSpecError as error:
+            return str(error)
 
     def unsupported_reasons(self, config: AttentionConfig, operands: Operands) -> list[str]:
         """One sentence for each thing about the call that the kernels cannot serve."""
@@ -100,17 +133,16 @@ class Kernels:
 
     def _artefact_reasons(self, config: AttentionConfig, operands: Operands) -> list[str]:
         """Why no compiled kernel can be had for a call that is legal otherwise."""
-        operation = self.operation(config, operands)
+        operation = ForwardOperation(self.call(config, operands))
+        target = _target(self.arch)
         try:
             # Without a device the architecture is unknown; the checks of head dims are the same for all.
-            target = _target(self.arch) or Target(ARCHITECTURES[0])
-            problem = operation.problem(operands[:3])
-            spec = forward_spec(problem, arch=target.arch, mask=operation.mask, varlen=operation.varlen)
+            operation.specs(operands[:3], target.arch if target else ARCHITECTURES[0])
         except UnsupportedSpecError as error:
             return [str(error)]
-        if _target(self.arch) is None or dims_of(operands).empty:
+        if target is None or dims_of(operands).empty:
             return []
-        missing = default_store().missing_reason(spec)
+        missing = operation.missing_reason(operands[:3], target.arch)
         return [] if missing is None else [missing]
 
     def platform_reasons(self, platform: str) -> list[str]:
@@ -136,6 +168,16 @@ def _target(arch: str | None) -> Target | None:
         return detect_target()
     except ValueError:
         return None
+
+
+def _signed(config: AttentionConfig, x: Array) -> Array:
+    """The kernels take scales from 0 up: a negative one is its magnitude on the negated query (which is exact)."""
+    assert config.scale is not None
+    return -x if config.scale < 0 else x
+
+
+def _info(call: AttentionCall, config: AttentionConfig, operands: Operands) -> Array | None:
+    return batch_info(config, operands) if call.varlen else None
 
 
 def batch_info(config: AttentionConfig, operands: Operands) -> Array:

@@ -12,8 +12,8 @@ BOX_ROWS = 64
 """Query rows of one warpgroup; a packed box holds whole groups."""
 
 
-def forward_spec(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool) -> KernelSpec:
-    """The forward kernel for a problem.
+def forward_specs(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool) -> tuple[KernelSpec, ...]:
+    """The forward kernels that serve a problem, the fastest first; the last is part of every release.
 
     Args:
       problem: shapes and scalars.
@@ -24,33 +24,29 @@ def forward_spec(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool)
     Raises:
       UnsupportedSpecError: no kernel is built for it.
     """
-    spec = KernelSpec.create(
-        arch=arch,
-        kind="forward",
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        mask=mask,
-        varlen=varlen,
-    )
-    if arch not in PACKING_ARCHITECTURES or not _packing_saves_tiles(problem, spec.tile.m):
-        return spec
-    return KernelSpec.create(
-        arch=arch,
-        kind="forward",
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        mask=mask,
-        varlen=varlen,
-        pack_gqa=True,
-    )
+
+    def spec(pack_gqa: bool) -> KernelSpec:
+        return KernelSpec.create(
+            arch=arch,
+            kind="forward",
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            mask=mask,
+            varlen=varlen,
+            pack_gqa=pack_gqa,
+        )
+
+    single = spec(pack_gqa=False)
+    if arch in PACKING_ARCHITECTURES and _packing_pays(problem, single.tile.m):
+        return spec(pack_gqa=True), single
+    return (single,)
 
 
-def _packing_saves_tiles(problem: ForwardProblem, tile_m: int) -> bool:
-    """Whether tiles of whole groups are fewer by a quarter than tiles of single heads, as for short queries."""
+def _packing_pays(problem: ForwardProblem, tile_m: int) -> bool:
+    """Whether tiles of whole groups are half as many as tiles of single heads, as for short queries."""
     if not 1 < problem.group <= BOX_ROWS:
         return False
     packed_tokens = BOX_ROWS // problem.group * (tile_m // BOX_ROWS)
     packed = problem.kv_heads * -(-problem.seqlen_q // packed_tokens)
-    return 4 * packed <= 3 * problem.heads * -(-problem.seqlen_q // tile_m)
+    return 2 * packed <= problem.heads * -(-problem.seqlen_q // tile_m)
