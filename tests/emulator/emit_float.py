@@ -105,8 +105,7 @@ def unary_float(t: Translator, ins: Instruction) -> None:
 def extremum_float(t: Translator, ins: Instruction) -> None:
     name, suffix = ins.parts[0], ins.parts[-1]
     nan = "NaN" in ins.parts
-    function = {("min", False): "np.fmin", ("max", False): "np.fmax", ("min", True): "np.minimum",
-                ("max", True): "np.maximum"}[name, nan]  # fmt: skip
+    function = {"min": "minimum", "max": "maximum"}[name] if nan else f"f{name}"
     if "xorsign" in ins.parts:
         raise t.fail(ins)
     if suffix in _HALF:

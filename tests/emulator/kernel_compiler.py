@@ -40,15 +40,18 @@ def compile_many(module: str, arch: str, options: list[dict]) -> list[str]:
         job = {"module": module, "arch": arch, "options": missing, "files": [str(place(o)) for o in missing]}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-        child = subprocess.run(
-            [sys.executable, "-m", "tests.emulator.kernel_compiler"],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
+        # The compiler leaves a copy of the PTX in its working directory.
+        with tempfile.TemporaryDirectory() as scratch:
+            child = subprocess.run(
+                [sys.executable, "-m", "tests.emulator.kernel_compiler"],
+                input=json.dumps(job),
+                capture_output=True,
+                text=True,
+                env=environment,
+                cwd=scratch,
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+            )
         if child.returncode:
             raise RuntimeError(f"compiling {module} failed:\n" + "\n".join(child.stderr.splitlines()[-25:]))
     return [place(option).read_text() for option in options]

@@ -286,6 +286,8 @@ def two_sum(a, b):
 
 
 def add_mode(a, b, mode):
+    if mode == "rm":  # an exact zero sum of operands of unlike sign is -0 when rounding down
+        return -add_mode(-a, -b, "rp")
     s, e = two_sum(a.astype(f8), b.astype(f8))
     return round_exact(s, e, mode)
 
@@ -295,8 +297,27 @@ def mul_mode(a, b, mode):
 
 
 def fma_mode(a, b, c, mode):
+    if mode == "rm":
+        return -fma_mode(-a, b, -c, "rp")
     s, e = two_sum(a.astype(f8) * b, c.astype(f8))
     return round_exact(s, e, mode)
+
+
+def _ordered_zeros(function, both):
+    """``function`` (a NumPy minimum or maximum) with -0 below +0; ``both`` joins the sign bits of two zeros."""
+
+    def extremum(a, b):
+        result = function(a, b)
+        if result.dtype == f4 and np.count_nonzero(result) != result.size:
+            equal = np.asarray(both(np.asarray(a, f4).view(u4), np.asarray(b, f4).view(u4))).view(f4)
+            result = np.where(a == b, equal, result)[()]
+        return result
+
+    return extremum
+
+
+fmax, fmin = _ordered_zeros(np.fmax, np.bitwise_and), _ordered_zeros(np.fmin, np.bitwise_or)
+maximum, minimum = _ordered_zeros(np.maximum, np.bitwise_and), _ordered_zeros(np.minimum, np.bitwise_or)
 
 
 def to_bf16(x, mode="rn", relu=False):

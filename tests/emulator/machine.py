@@ -88,6 +88,7 @@ class Machine:
         self.columns = Columns(1 + self.resident * (warps + 64 * self.cluster_size))
         self.tensor_maps = tensor_maps or {}
         self.tensor_fences = tensor_fences
+        self.waiting: list[tuple[int, int, int]] = []
         self.runnable: list[Warp] = []
         self.blocked: dict[Warp, Waitable] = {}
         self.actions: list[AsyncAction] = []
@@ -162,6 +163,7 @@ class Machine:
             for x in range(0, grid[0], dims[0])
         ]
         waiting.reverse()
+        self.waiting = waiting  # cluster launch control takes from it
         self.block_counts = np.zeros(self.program.block_count, np.int64).tolist()  # type: ignore[assignment]
         warps_per_cluster = self.cluster_size * -(
             -self.launch.block[0] * self.launch.block[1] * self.launch.block[2] // 32

@@ -1,4 +1,4 @@
-"""Emitters: tcgen05 (sm_100 tensor memory and tensor core)."""
+"""Emitters: what sm_100 adds: tcgen05 (tensor memory and tensor core) and cluster launch control."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from .ptx import Instruction
 from .sm100.cp import copy_shape
 from .sm100.fragments import SHAPES, fragment
 from .sm100.hazards import uses_before_wait
+from .sm100.launch_control import first_ctaid, is_canceled, try_cancel
 from .sm100.warp import MmaForm
-from .translate import Translator, opcode
+from .translate import ENVIRONMENT, Translator, opcode
+
+ENVIRONMENT.update(clc_try_cancel=try_cancel, clc_is_canceled=is_canceled, clc_first_ctaid=first_ctaid)
 
 
 def _group(t: Translator, ins: Instruction) -> int:
@@ -162,3 +165,35 @@ def commit(t: Translator, ins: Instruction) -> None:
     t.at(ins)
     t.line(f"w.tensor_commit({_address(t, address, kind)}, {cta_mask}, {t.mask})")
     t.line("yield")
+
+
+@opcode("mov.b128")
+def move_handle(t: Translator, ins: Instruction) -> None:
+    """Handles of cluster launch control are the only 128-bit registers: pairs of 64-bit values."""
+    d, s = ins.operands
+    if d[0] != "r" or s[0] != "v" or len(s[1]) != 2:
+        raise t.fail(ins)
+    low, high = (t.value(half, "U") for half in s[1])
+    t.line(f"{t.names[d[1]]} = ({low}, {high})")
+
+
+@opcode("clusterlaunchcontrol.try_cancel")
+def cancel(t: Translator, ins: Instruction) -> None:
+    response, barrier = (t.value(operand[1][0], "u") for operand in ins.operands)
+    t.at(ins)
+    t.line(f"clc_try_cancel(w, {response}, {barrier}, {'multicast::cluster::all' in ins.parts}, {t.mask})")
+    t.line("yield")
+
+
+@opcode("clusterlaunchcontrol.query_cancel")
+def query(t: Translator, ins: Instruction) -> None:
+    d, handle = ins.operands
+    name = t.names[handle[1]]
+    uniform = t.flow.uniform(handle[1])
+    if ins.parts[2] == "is_canceled":
+        t.set(d, f"clc_is_canceled({name})", "p", uniform)
+        return
+    _, _, axis = ins.parts[2].partition("::")
+    for number, target in enumerate(d[1] if d[0] == "v" else [d]):
+        if target[0] != "_" and number < 3:
+            t.set(target, f"clc_first_ctaid({name}, {'xyz'.index(axis) if axis else number})", "u", uniform)

@@ -10,11 +10,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from tests.emulator.errors import EmulatorError
+
 CHUNK = 16  # bytes: the 128-bit unit in which canonical layouts are stated
 SWIZZLE_PERIOD = 1024  # bytes after which every swizzle repeats
 
 
-class DescriptorError(Exception):
+class DescriptorError(EmulatorError):
     """A descriptor that the ISA does not allow, or that this emulator does not execute."""
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.emulator.errors import EmulatorError
+
 LANES = 128
 COLUMNS = 512
 MIN_ALLOCATION = 32
@@ -17,7 +19,7 @@ MIN_ALLOCATION = 32
 POISON = np.uint32(0x7FFF7FFF)
 
 
-class TensorMemoryError(Exception):
+class TensorMemoryError(EmulatorError):
     """A use of tensor memory that hardware leaves undefined, or that leaks columns."""
 
 
