@@ -1,5 +1,6 @@
 """The native launcher against a recording driver: what it asks of the driver, in which order, and how it fails."""
 
+import concurrent.futures
 import hashlib
 import subprocess
 import sys
@@ -118,6 +119,17 @@ def test_functions_are_resolved_for_each_context(driver):
     pushed = [c["context"] for c in driver.calls("cuCtxPushCurrent")]
     assert set(pushed) == {0xC0, 0xC1}
     assert len(driver.calls("cuCtxPopCurrent")) == len(pushed)
+
+
+def test_concurrent_first_calls_load_once(driver):
+    plan = encode(LaunchPlan((kernel(), kernel(artefact=1)), ARTEFACTS), SIZES, CUBINS)
+    target = jax.ffi.ffi_call(register.TARGET_NAME, RESULTS)
+    compiled = jax.jit(lambda *x: target(*x, plan=plan[0], cubins=plan[1])).lower(*OPERANDS).compile()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: jax.block_until_ready(compiled(*OPERANDS)), range(64)))
+    assert len(driver.calls("cuLibraryLoadData")) == 2
+    launches = [call["kernel"] for call in driver.calls("cuLaunchKernelEx")]
+    assert len(launches) == 128 and len(set(launches)) == 2
 
 
 def test_large_cluster_asks_for_the_non_portable_size(driver):

@@ -1,0 +1,97 @@
+"""attention() on the CPU through the kernels themselves: their PTX in the emulator, under JAX's transformations."""
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_fa4
+from jax_fa4.implementations import base, fa4
+from jax_fa4.kernels import compile as compiler
+from jax_fa4.kernels import store
+from tests.emulator.launch import executor
+
+pytestmark = pytest.mark.skipif(compiler.dsl_version() is None, reason="needs the kernels' compiler")
+
+NAME = "emulated"
+
+
+def emulate(plan, artefacts, buffers):
+    """See :data:`jax_fa4.ffi.host.Executor`: operands are the buffers that cannot be written."""
+    operands = sum(not x.flags.writeable for x in buffers)
+    executor(plan, [artefacts[reference.sha256].ptx for reference in plan.artefacts], buffers, operands)
+
+
+@pytest.fixture(autouse=True)
+def emulated():
+    previous = store.default_store()
+    folder = Path(tempfile.gettempdir()) / f"jax_fa4_test_artefacts_{os.getuid()}"
+    store.set_default_store(store.ArtefactStore(cache=folder))
+    base.register(fa4.emulated(emulate, "sm_90a", NAME))
+    yield
+    base.unregister(NAME)
+    store.set_default_store(previous)
+
+
+def operands(batch=2, length=20, keys=33, heads=2, key_heads=1, dim=64, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = (batch, length, heads, dim), (batch, keys, key_heads, dim), (batch, keys, key_heads, dim)
+    return [jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+
+def close(got, want, atol):
+    def check(a, b):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=atol)
+
+    jax.tree.map(check, got, want)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"is_causal": True, "query_offset": 13},
+        {"is_causal": True, "query_seq_lengths": jnp.array([20, 3]), "key_value_seq_lengths": jnp.array([0, 30])},
+    ],
+    ids=["plain", "causal", "lengths"],
+)
+def test_forward_in_jit(kwargs):
+    arrays = operands()
+    got = jax.jit(functools.partial(jax_fa4.attention_with_lse, **kwargs, implementation=NAME))(*arrays)
+    close(got, jax_fa4.attention_with_lse(*arrays, **kwargs, implementation="xla"), 1e-2)
+
+
+def test_vmap():
+    query, key, value = operands(batch=3)
+    function = functools.partial(jax_fa4.attention_with_lse, is_causal=True)
+    axes = (0, None, 0)
+    arrays = query[:, None], key[:1], value[:, None]
+    got, want = (jax.vmap(functools.partial(function, implementation=i), axes)(*arrays) for i in (NAME, "xla"))
+    close(got, want, 1e-2)
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    function = functools.partial(jax_fa4.attention, is_causal=True, implementation=NAME)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    arrays = operands()
+    close(jax.jit(sharded)(*arrays), jax_fa4.attention(*arrays, is_causal=True, implementation="xla"), 1e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients(is_causal):
+    arrays = operands()
+
+    def loss(implementation, *x):
+        out, lse = jax_fa4.attention_with_lse(*x, is_causal=is_causal, implementation=implementation)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
+
+    got, want = (jax.jit(jax.grad(functools.partial(loss, i), (0, 1, 2)))(*arrays) for i in (NAME, "xla"))
+    close(got, want, 3e-2)
