@@ -51,12 +51,16 @@ class Operation(AsyncAction):
         warp = self.warp
         return f"{self.what} issued by warp {warp.index} of CTA {warp.cta.ctaid} at PTX line {self.line}"
 
-    def signal(self, cta, offset: int, nbytes: int) -> None:
-        """``complete_tx`` on the mbarrier at ``offset`` of a CTA."""
+    def _barrier(self, cta, offset: int):
         barrier = cta.mbarriers.get(offset)
         if barrier is None:
             raise SyncError(f"{self.report()}: no initialised mbarrier at +{offset:#x} of CTA {cta.ctaid}")
         barrier.check_async(self.clocks, self.report)
+        return barrier
+
+    def signal(self, cta, offset: int, nbytes: int) -> None:
+        """``complete_tx`` on the mbarrier at ``offset`` of a CTA."""
+        barrier = self._barrier(cta, offset)
         barrier.complete_tx(nbytes, self.clocks, self.report)
         self.machine.progress += 1
         if barrier.advance():
@@ -64,10 +68,7 @@ class Operation(AsyncAction):
 
     def arrive(self, cta, offset: int) -> None:
         """One arrival on the mbarrier at ``offset`` of a CTA, publishing the operation's clock."""
-        barrier = cta.mbarriers.get(offset)
-        if barrier is None:
-            raise SyncError(f"{self.report()}: no initialised mbarrier at +{offset:#x} of CTA {cta.ctaid}")
-        barrier.check_async(self.clocks, self.report)
+        barrier = self._barrier(cta, offset)
         barrier.arrive(1, self.clocks, self.report)
         self.machine.progress += 1
         if barrier.advance():
@@ -150,6 +151,9 @@ class Inflight:
                 raise SyncError(
                     f"CTA {self.cta.ctaid} exits with bytes outstanding on {barrier.report()} at {offset:#x}"
                 )
+        for named in self.cta.named.values():
+            if named.arrived:
+                raise SyncError(f"CTA {self.cta.ctaid} exits with {named.report()}")
 
 
 def inflight(cta) -> Inflight:

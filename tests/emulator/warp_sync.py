@@ -39,6 +39,8 @@ class WarpSync:
             raise SyncError(
                 f"{self.describe()}: no initialised mbarrier at {address:#x} of CTA {cta.ctaid} (initialised: {known})"
             )
+        if cta is not self.cta and not found.announced:
+            raise SyncError(f"{self.describe()}: {found.report()} without fence.mbarrier_init after its mbarrier.init")
         if self.clocks[ORDER, found.init_column] < found.init_clock:
             raise SyncError(f"{self.describe()} uses {found.report()} not ordered after its mbarrier.init")
         if cta.live == 0:
