@@ -43,10 +43,11 @@ class Options:
 
 @dataclass
 class Report:
-    """What a launch did: counters by name, executed PTX instructions by opcode (warp-level)."""
+    """What a launch did: counters by name, PTX instructions by opcode (per warp), the PTX lines that were executed."""
 
     counters: dict[str, int] = field(default_factory=dict)
     opcodes: dict[str, int] = field(default_factory=dict)
+    lines: set[int] = field(default_factory=set)
 
 
 class Program:
@@ -86,12 +87,13 @@ class Program:
             kernel, symbols, one_dimensional, block[0] * block[1] * block[2] % 32 != 0
         )
         self.block_count = len(flow.blocks)
-        self.histograms = []
+        self.histograms, self.lines = [], []
         for b in flow.blocks:
             counts: dict[str, int] = {}
             for ins in kernel.instructions[b.start : b.stop]:
                 counts[ins.opcode] = counts.get(ins.opcode, 0) + 1
             self.histograms.append(counts)
+            self.lines.append([ins.line for ins in kernel.instructions[b.start : b.stop]])
 
 
 _PARSED: dict[str, dict[str, Kernel]] = {}
@@ -143,8 +145,9 @@ def execute(found: Program, launch: Launch, memory: GlobalMemory, params: bytes,
             region.shadow = Shadow(region.name, region.size, machine.columns, PROXY_GLOBAL, False)
     machine.run()
     report = Report(counters=dict(machine.counters))
-    for times, histogram in zip(machine.block_counts, found.histograms, strict=True):
+    for times, histogram, lines in zip(machine.block_counts, found.histograms, found.lines, strict=True):
         if times:
+            report.lines.update(lines)
             for opcode, count in histogram.items():
                 report.opcodes[opcode] = report.opcodes.get(opcode, 0) + count * times
     return report

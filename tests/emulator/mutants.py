@@ -1,69 +1,70 @@
-"""Edits of PTX text that plant a fault: a wait removed, a phase flipped, a count changed, and so on."""
+"""Faults planted in PTX, one at a time: waits skipped, phases flipped, counts changed, statements removed.
+
+The edits follow patterns, line by line, so that they apply to any kernel and keep applying while kernels change. Only
+lines that a clean run has executed are worth a fault. Lines keep their numbers.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-Edit = Callable[[str], str]
+Fault = tuple[str, int, str]
+"""(kind, 1-based line, the whole mutated text)"""
 
-
-def _nth(pattern: str, text: str, occurrence: int) -> re.Match:
-    found = list(re.finditer(pattern, text))
-    if not found:
-        raise LookupError(f"no {pattern!r} in the PTX")
-    return found[occurrence]
-
-
-def replace(pattern: str, replacement: str, occurrence: int = 0) -> Edit:
-    """Replaces one match; the replacement may use the match's groups."""
-
-    def edit(text: str) -> str:
-        match = _nth(pattern, text, occurrence)
-        return text[: match.start()] + match.expand(replacement) + text[match.end() :]
-
-    return edit
+_WAIT = r"(mbarrier\.try_wait\.parity\.shared\S*\.b64) (\w+), (\[[^\]]+\]), (%?\w+)(, \d+)?;"
+_COUNT = r"(mbarrier\.init\S* \s*\[[^\]]+\]), (%\w+);"
+_EXPECT = r"(mbarrier\.arrive\.expect_tx\S* [^;]*\]), (%?\w+);"
+_ARRIVE = r"mbarrier\.arrive\.(?!expect)[^;]*;"
 
 
-def remove(pattern: str, occurrence: int = 0) -> Edit:
-    """Removes the statement that matches."""
-    return replace(pattern + r"[^;]*;", "", occurrence)
+def _register(change: str, result: str) -> str:
+    """A scope with a changed copy of group 2 (an operand) in front of the statement."""
+    return "{.reg .b32 changed; " + change + "; " + result + "}"
 
 
-def everywhere(pattern: str, replacement: str) -> Edit:
-    def edit(text: str) -> str:
-        _nth(pattern, text, 0)
-        return re.sub(pattern, replacement, text)
+RULES: dict[str, tuple[str, str | Callable[[re.Match], str]]] = {
+    "wait skipped": (_WAIT, r"setp.eq.b32 \2, 0, 0;"),
+    "phase flipped": (_WAIT, _register(r"xor.b32 changed, \4, 1", r"\1 \2, \3, changed;")),
+    "16 bytes more expected": (_EXPECT, _register(r"add.s32 changed, \2, 16", r"\1, changed;")),
+    "16 bytes fewer expected": (_EXPECT, _register(r"add.s32 changed, \2, -16", r"\1, changed;")),
+    "one arrival more in the count": (_COUNT, _register(r"add.s32 changed, \2, 1", r"\1, changed;")),
+    "arrival removed": (_ARRIVE, ""),
+    "arrival doubled": (_ARRIVE, r"\g<0> \g<0>"),
+    "copy removed": (r"cp(\.reduce)?\.async\.bulk\.(tensor|shared|global)[^;]*;", ""),
+    "wgmma wait removed": (r"wgmma\.wait_group[^;]*;", ""),
+    "wgmma wait leaves one more group": (r"(wgmma\.wait_group\S*\s+)(\d+);", lambda m: f"{m[1]}{int(m[2]) + 1};"),
+    "wgmma commit removed": (r"wgmma\.commit_group[^;]*;", ""),
+    "wgmma fence removed": (r"wgmma\.fence[^;]*;", ""),
+    "proxy fence removed": (r"fence\.proxy\.async[^;]*;", ""),
+    "init fence removed": (r"fence\.mbarrier_init[^;]*;", ""),
+    "CTA barrier removed": (r"bar\.sync[^;]*;", ""),
+    "barrier arrival removed": (r"bar\.arrive[^;]*;", ""),
+    "32 threads fewer at the barrier": (
+        r"(bar\.(?:sync|arrive)\s+\S+), (\d+);",
+        lambda m: f"{m[1]}, {int(m[2]) - 32};",
+    ),
+    "bulk wait removed": (r"cp\.async\.bulk\.wait_group[^;]*;", ""),
+    "bulk commit removed": (r"cp\.async\.bulk\.commit_group[^;]*;", ""),
+    "shuffle over other lanes": (r"(shfl\.sync\.bfly\.b32[^;]*), (\d+), 31", lambda m: f"{m[1]}, {int(m[2]) * 4}, 31"),
+}
+"""Kind of fault -> (pattern in one line, replacement)."""
 
-    return edit
+
+def faults(text: str, executed: set[int], kinds: tuple[str, ...] = tuple(RULES)) -> Iterator[Fault]:
+    """Every fault of the given kinds in the lines that were executed."""
+    lines = text.split("\n")
+    for kind in kinds:
+        pattern, replacement = RULES[kind]
+        for number, line in enumerate(lines, 1):
+            if number in executed and re.search(pattern, line):
+                mutated = re.sub(pattern, replacement, line, count=1)
+                yield kind, number, "\n".join([*lines[: number - 1], mutated, *lines[number:]])
 
 
-_WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 (P1), (\[[^\]]+\]), ([%\w]+), 10000000"
-
-
-def skip_wait(occurrence: int) -> Edit:
-    """A wait on an mbarrier passes at once."""
-    return replace(_WAIT, r"setp.eq.b32 \1, 0, 0", occurrence)
-
-
-def flip_wait(occurrence: int) -> Edit:
-    """A wait on an mbarrier uses the other parity."""
-    flipped = r"{.reg .b32 flipped; xor.b32 flipped, \3, 1; mbarrier.try_wait.parity.shared.b64 \1, \2, flipped;}"
-    return replace(_WAIT + ";", flipped, occurrence)
-
-
-def count_waits(text: str) -> int:
-    return len(re.findall(_WAIT, text))
-
-
-def move_before(pattern: str, anchor: str, occurrence: int = 0) -> Edit:
-    """Moves a statement to just before the closest earlier match of ``anchor``."""
-
-    def edit(text: str) -> str:
-        match = _nth(pattern + r"[^;]*;", text, occurrence)
-        statement = match.group(0)
-        earlier = [m for m in re.finditer(anchor, text) if m.start() < match.start()][-1]
-        text = text[: match.start()] + text[match.end() :]
-        return text[: earlier.start()] + statement + "\n\t" + text[earlier.start() :]
-
-    return edit
+def shifted_mask(text: str) -> str:
+    """All comparisons ``> n`` of column numbers in a mask become ``>= n``."""
+    mutated, count = re.subn(r"setp\.gt(\.s32\s+%p\d+, %r\d+), (9|17|25|33|41);", r"setp.ge\1, \2;", text)
+    if not count:
+        raise LookupError("no mask comparisons found")
+    return mutated
