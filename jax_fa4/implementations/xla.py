@@ -5,8 +5,11 @@ Any JAX transformation applies: forward mode, reverse mode, second derivatives. 
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jax_fa4.config import AttentionConfig, Operands, dims_of
 from jax_fa4.implementations.base import Implementation
@@ -14,13 +17,51 @@ from jax_fa4.implementations.numerics import accumulator_dtype, einsum, group_he
 from jax_fa4.masks import mask_of
 
 
+@jax.custom_jvp
+def _softmax(scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """Weights along the last axis and their log-sum-exp; a sink, one more column, joins the sum only.
+
+    Differentiated by its own rule, in terms of its outputs: the backward pass then holds and reads one array of the
+    scores' size. The rule calls the function, so that it can be differentiated again.
+    """
+    maximum = jnp.max(scores, axis=-1, initial=-jnp.inf)
+    if sinks is not None:
+        maximum = jnp.maximum(maximum, sinks)
+    # A row that sees nothing has maximum -inf; 0 in its place keeps -inf - -inf = NaN out.
+    maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
+    powers = jnp.exp(scores - maximum[..., None])
+    total = jnp.sum(powers, axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - maximum)
+    seen = total > 0
+    total = jnp.where(seen, total, 1)
+    return powers / total[..., None], jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals: tuple[Array, Array | None], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
+    scores, sinks = primals
+    d_scores, d_sinks = tangents
+    weights, lse = _softmax(scores, sinks)
+    d_lse = jnp.sum(weights * d_scores, axis=-1)
+    if sinks is not None:
+        d_lse = d_lse + jnp.exp(sinks - jnp.where(lse == -jnp.inf, jnp.inf, lse)) * d_sinks
+    return (weights, lse), (weights * (d_scores - d_lse[..., None]), d_lse)
+
+
 def forward(config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
     """See :data:`jax_fa4.implementations.base.Forward`."""
     dims = dims_of(operands)
     batch, rows, heads, cols = dims.batch, dims.query_length, dims.query_heads, dims.key_length
     dtype = accumulator_dtype(operands.query.dtype)
+    # Heads come before rows and a group's rows are one axis, so that each product is a plain batched one and only the
+    # small operands are transposed, never the scores.
+    merged, grouped = (batch, dims.key_heads, dims.group * rows), (batch, dims.key_heads, dims.group, rows)
     query = jnp.reshape(operands.query, (batch, rows, dims.key_heads, dims.group, dims.head_dim))
-    scores = einsum("btkgh,bskh->bkgts", query, operands.key, dtype) * scale_of(config, operands, dtype)
+    query = jnp.reshape(jnp.transpose(query, (0, 2, 3, 1, 4)), (*merged, dims.head_dim))
+    key, value = (jnp.transpose(x, (0, 2, 1, 3)) for x in (operands.key, operands.value))
+    scores = einsum("bkmh,bknh->bkmn", query, key, dtype) * scale_of(config, operands, dtype)
+    scores = jnp.reshape(scores, (*grouped, cols))
     if operands.bias is not None:
         scores = scores + group_heads(operands.bias, dims.key_heads).astype(dtype)
     if config.logits_soft_cap is not None:
@@ -28,25 +69,13 @@ def forward(config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
     visible = mask_of(config, operands).visible(0, rows, 0, cols)
     if visible is not None:
         scores = jnp.where(group_heads(visible, dims.key_heads), scores, -jnp.inf)
-
-    # The maximum only shifts the exponents: no derivative passes through it. A row that sees nothing has maximum
-    # -inf; 0 in its place keeps -inf - -inf = NaN out of the primal and of every derivative.
-    maximum = jnp.max(lax.stop_gradient(scores), axis=-1, initial=-jnp.inf)
     sinks = None
     if operands.sinks is not None:
         sinks = jnp.reshape(operands.sinks.astype(dtype), (1, dims.key_heads, dims.group, 1))
-        maximum = jnp.maximum(maximum, lax.stop_gradient(sinks))
-    maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
-    weights = jnp.exp(scores - maximum[..., None])
-    total = jnp.sum(weights, axis=-1)
-    if sinks is not None:
-        total = total + jnp.exp(sinks - maximum)
-    seen = total > 0
-    total = jnp.where(seen, total, 1)
-    lse = jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
-    weights = (weights / total[..., None]).astype(operands.value.dtype)
-    out = einsum("bkgts,bskh->btkgh", weights, operands.value, dtype)
-    out = jnp.reshape(out, (batch, rows, heads, dims.head_dim_v)).astype(operands.query.dtype)
+    weights, lse = _softmax(scores, sinks)
+    weights = jnp.reshape(weights.astype(value.dtype), (*merged, cols))
+    out = jnp.reshape(einsum("bkmn,bknh->bkmh", weights, value, dtype), (batch, heads, rows, dims.head_dim_v))
+    out = jnp.transpose(out, (0, 2, 1, 3)).astype(operands.query.dtype)
     return out, jnp.reshape(lse, (batch, heads, rows))
 
 
