@@ -192,7 +192,7 @@ def _sm90_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
 def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     """Query tiles in flight (one or two of 128 rows), and ring slots for chunks of K and V that fill the rest.
 
-    Chunks make the ring's slots small enough that at least one and a half key blocks are in flight. Options:
+    Chunks make the slots small enough that the ring holds at least one and a quarter key blocks. Options:
     ``kchunks``, ``vchunks`` (chunks of a key block), ``exp2fma`` (of 16 pairs, those whose exponentials the FMA units
     compute: where the special-function unit is the limit).
     """

@@ -175,4 +175,7 @@ class ForwardConfig:
     @property
     def registers(self) -> tuple[int, int, int]:
         """Registers per thread of softmax, correction, and the single-warp roles; they share 64 Ki of the SM."""
-        return (176, 88, 72) if self.paired else (232, 112, 80)
+        if not self.paired:
+            return (232, 112, 80)
+        # More chunks are more addresses for the MMA warp to keep.
+        return (176, 80, 80) if self.k_chunks > 1 else (176, 88, 72)

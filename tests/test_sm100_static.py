@@ -1,0 +1,113 @@
+"""What the compiler made of the Blackwell forward: no spills, registers within budget, instructions per key block."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_fa4.kernels.sm100.forward.config import SHARED_LIMIT, ForwardConfig
+from jax_fa4.kernels.sm100.forward.edges import edge_specs
+from jax_fa4.kernels.sm100.forward.shared import SharedMap
+from jax_fa4.kernels.spec import KernelSpec, standard_specs
+from jax_fa4.kernels.store import default_store
+from tests import sass
+from tests.cases import Case
+from tests.emulated import prepare
+from tests.emulator.launch import Options
+from tests.emulator.roofline import B200, cycles
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+
+ARCH = "sm_100f"
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+ARTEFACT_LIMIT = 200 * 1000
+ROW = 128
+"""Scores of one thread's row in a key block."""
+
+MMA_CYCLES = {(64, 64): 1024, (128, 128): 2048, (192, 128): 2560, (256, 256): 2048}
+"""Tensor-core cycles of one key block, all query tiles of a CTA: 2 * 128 * 128 * (d + d_v) FLOP a tile at 8192 a cycle.
+The shared-memory cycles of its operands: the score product reads Q and K, the other reads V (P is in tensor memory)."""
+
+SHARED_CYCLES = {(64, 64): 768, (128, 128): 1536, (192, 128): 2048, (256, 256): 1536}
+
+
+def make_spec(head_dims: tuple[int, int], mask: str = "none", **fields) -> KernelSpec:
+    head_dim, head_dim_v = head_dims
+    named = {"arch": ARCH, "kind": "forward", "dtype": "bfloat16", "head_dim": head_dim, "head_dim_v": head_dim_v}
+    return KernelSpec.create(**named, mask=mask, **fields)
+
+
+@pytest.mark.parametrize("spec", standard_specs([ARCH], ["forward"]), ids=lambda spec: spec.name)
+def test_budgets(spec):
+    config = ForwardConfig.from_spec(spec)
+    assert SharedMap.of(config).size <= SHARED_LIMIT
+    softmax, correction, other = config.registers
+    assert softmax * config.q_stages + correction + other <= 65536 // 128
+    assert config.kv_stages * 4 >= 5 * (config.k_chunks + config.v_chunks)
+    edges = {edge.name: edge for edge in edge_specs(config)}
+    assert edges["q"].empty == (2 if config.o_over_q else 1)
+
+
+@pytest.fixture(scope="module", params=HEAD_DIMS, ids=str)
+def compiled(request):
+    """(config, artefact, machine code) of one head dim."""
+    if sass.nvdisasm() is None:
+        pytest.skip("needs nvdisasm to read machine code")
+    spec = make_spec(request.param)
+    artefact = default_store().load(spec)
+    return ForwardConfig.from_spec(spec), artefact, sass.Machine.of(artefact.cubin)
+
+
+def test_size_and_spills(compiled):
+    _, artefact, machine = compiled
+    assert len(artefact.cubin) < ARTEFACT_LIMIT
+    everything = machine.count()
+    assert everything["LDL"] == everything["STL"] == 0
+
+
+def test_registers(compiled):
+    config, _, machine = compiled
+    regions = machine.register_regions()
+    assert sorted(granted for granted, _ in regions) == sorted(config.registers)
+    for granted, used in regions:
+        assert used <= granted
+
+
+def test_softmax_instructions(compiled):
+    """Per row and key block, against the arithmetic minimum."""
+    config, _, machine = compiled
+    counts, _ = machine.innermost("FMNMX3", 60)
+    emulated = ROW // 16 * config.exp2_fma_pairs
+    # One more exponential for the rescale factor.
+    assert counts["MUFU"] == ROW - emulated + 1
+    assert counts["FMNMX3"] <= ROW // 2
+    assert counts["F2FP"] == ROW // 2
+    # Scale and subtract: one a pair. Cody-Waite and Horner: four more for an emulated pair.
+    assert counts["FFMA2"] == ROW // 2 + 4 * emulated // 2
+    assert counts["FADD2"] == ROW // 2 + 1 + 2 * emulated // 2
+    assert counts["LDTM"] == counts["STTM"] == 4
+
+
+def test_mma_instructions(compiled):
+    config, _, machine = compiled
+    per_block = config.q_stages * (config.qk_steps + ROW // 16)
+    counts, length = machine.innermost("UTCHMMA", per_block)
+    assert counts["UTCHMMA"] == per_block
+    assert length <= 12 * per_block
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_work_per_key_block(head_dims):
+    """The emulator's counters, as the difference between eight key blocks and four, on the units of section 9."""
+    config = ForwardConfig.from_spec(make_spec(head_dims))
+    rows = ROW * config.q_stages
+    busy = []
+    for blocks in (4, 8):
+        case = Case((rows, ROW * blocks), head_dims, "none", "1", "bfloat16", batch=1)
+        _, _, report = prepare(case, ARCH, case.operands()).run(Options(detect_races=False))
+        busy.append(cycles(report, B200))
+    heads = 2
+    unit = {name: (getattr(busy[1], name) - getattr(busy[0], name)) / (4 * heads) for name in vars(busy[0])}
+    assert unit["mma"] == MMA_CYCLES[head_dims]
+    assert unit["shared_mma"] == pytest.approx(SHARED_CYCLES[head_dims], rel=0.05)
+    exponentials = rows * (ROW - ROW // 16 * config.exp2_fma_pairs + 1)
+    assert unit["mufu"] == pytest.approx(exponentials / B200.mufu, rel=0.01)
