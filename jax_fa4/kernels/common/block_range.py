@@ -23,9 +23,9 @@ class Lengths(NamedTuple):
 
 
 class BlockRange(NamedTuple):
-    """Blocks ``[begin, end)``; ``[full_begin, full_end)`` of them need no mask; begin <= full_begin <= full_end <= end.
+    """Blocks ``[begin, end)``, of which ``[full_begin, full_end)`` need no mask.
 
-    If there is a block at all, the last one counts as masked: ``full_end <= end - 1``.
+    begin <= full_begin <= full_end <= end.
     """
 
     begin: Int32
@@ -49,6 +49,6 @@ def block_range(mask: str, tile_n: int, row: Int32, rows: Int32, lengths: Length
         begin = cutlass.max(row + lengths.offset - lengths.left, 0) // tile_n
         full_begin = (cutlass.max(last_row + lengths.offset - lengths.left, 0) + tile_n - 1) // tile_n
     begin = cutlass.min(begin, end)
-    full_end = cutlass.max(cutlass.min(cutlass.max(full_limit, 0) // tile_n, end - 1), begin)
+    full_end = cutlass.max(cutlass.min(cutlass.max(full_limit, 0) // tile_n, end), begin)
     full_begin = cutlass.min(cutlass.max(full_begin, begin), full_end)
     return BlockRange(begin, full_begin, full_end, end)

@@ -49,6 +49,10 @@ class Ring(Invariant):
     def empty(self, position: Int32) -> cute.Pointer:
         return self.barriers + self.stages + self.stage(position)
 
+    def full_phase(self, position: Int32) -> tuple[cute.Pointer, Int32]:
+        """Full barrier and the phase to wait for."""
+        return self.full(position), self.phase(position)
+
     def wait_full(self, position: Int32) -> None:
         """Consumer: until the stage's data has arrived."""
         cute.arch.mbarrier_wait(self.full(position), self.phase(position))

@@ -13,9 +13,10 @@ LN2 = 0.6931471805599453
 
 
 @cute.jit
-def finish(consumer, lengths, row: Int32, head: Int32, batch: Int32, output_map, slot_free: cute.Pointer):
+def finish(consumer, work, output_map, slot_free: cute.Pointer):
     """Stores one warpgroup's rows. Rows that see no key, and rows from ``q_len`` on, get output 0 and LSE -inf."""
     problem = consumer.problem
+    lengths, row, head, batch = work.lengths, work.row, work.head, work.batch
     for half in range_constexpr(softmax.THREAD_ROWS):
         total = softmax.sum_over_lanes(consumer.sums[half])
         position = consumer.row_position(row, half)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
+from jax_fa4.kernels.common.block_range import BlockRange, Lengths
 from jax_fa4.kernels.common.invariant import Invariant
+from jax_fa4.kernels.common.tile_order import WorkList
 from jax_fa4.kernels.sm90.forward import epilogue, softmax
 from jax_fa4.kernels.sm90.forward.layout import ROWS, TURN_BARRIER, WARPGROUP
 from jax_fa4.kernels.sm90.forward.problem import Problem, Shared
+
+
+class Work(NamedTuple):
+    """One tile as one warpgroup sees it."""
+
+    head: Int32
+    batch: Int32
+    lengths: Lengths
+    row: Int32  # query position of the warpgroup's first row
+    blocks: BlockRange  # that its rows see
+    sees: Boolean  # whether there is one
+    lead: Int32  # blocks of the tile after them
+    trail: Int32  # blocks of the tile before them
+    tile_has_blocks: Boolean
 
 
 class Consumer(Invariant):
@@ -151,75 +171,115 @@ class Consumer(Invariant):
         return position
 
     @cute.jit
-    def tile(self, position: Int32, tile_blocks, lengths, row: Int32, query_free: cute.Pointer) -> Int32:
-        """All key blocks of a tile, last to first; returns the ring position after them.
+    def begin(self, position: Int32, work: Work, query_full: tuple, meanwhile: Callable[[], None]) -> Int32:
+        """Computes the scores of a tile's first block (if this warpgroup's rows see one); returns its ring position.
 
-        Every warpgroup takes one turn more than the tile has blocks, whichever of them its rows see. Where O has a
-        slot of its own, ``query_free`` is arrived at as soon as Q has been read for the last time.
+        ``meanwhile`` runs while the product is in flight. It is called on both paths instead of once after them: a
+        product in flight must not cross the end of a branch, or the compiler serialises all products. Every warpgroup
+        takes one turn more than the tile has blocks, whichever of them its rows see.
         """
-        ring_k, ring_v = self.shared.k_ring, self.shared.v_ring
-        blocks = self.problem.warpgroup_blocks(row, lengths)
-        sees = blocks.end > blocks.begin
-        self.output.fill(0.0)
-        self.maxima.fill(-Float32.inf)
-        self.sums.fill(0.0)
-        position = self.skip(position, tile_blocks.end - (blocks.end if sees else tile_blocks.begin))
-        if sees:
+        ring_k = self.shared.k_ring
+        position = self.skip(position, work.lead)
+        if work.sees:
+            cute.arch.mbarrier_wait(*query_full)
             ring_k.wait_full(position)
             self.take_turn()
             self.issue_scores(position)
             self.pass_turn()
+            meanwhile()
             wgmma.wait_group(0)
             self.release(ring_k.empty(position))
-            self.mask(blocks.end - 1, lengths, row)
+        else:
+            meanwhile()
+        return position
+
+    @cute.jit
+    def finish(self, position: Int32, work: Work, query_free: cute.Pointer) -> Int32:
+        """All of a tile that was begun, last block to first; returns the ring position after it.
+
+        Where O has a slot of its own, ``query_free`` is arrived at as soon as Q has been read for the last time.
+        """
+        ring_v = self.shared.v_ring
+        blocks, lengths, row = work.blocks, work.lengths, work.row
+        spec = self.layout.spec
+        self.output.fill(0.0)
+        self.maxima.fill(-Float32.inf)
+        self.sums.fill(0.0)
+        if work.sees:
+            if blocks.full_end < blocks.end:
+                self.mask(blocks.end - 1, lengths, row)
             softmax.first_block(self.scores, self.maxima, self.sums, self.problem.scale_log2)
             softmax.pack(self.scores, self.probabilities, self.dtype)
-            if const_expr(self.layout.spec.mask != "none"):
-                for step in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
+            full_end = cutlass.min(blocks.full_end, blocks.end - 1)
+            if const_expr(spec.mask != "none"):
+                for step in cutlass.range(blocks.end - 1 - full_end, unroll=1):
                     position = self.step(position, blocks.end - 2 - step, lengths, row, True)
-            for step in cutlass.range(blocks.full_end - blocks.full_begin, unroll=1):
-                position = self.step(position, blocks.full_end - 1 - step, lengths, row, False)
-            if const_expr(self.layout.spec.mask == "window"):
-                for step in cutlass.range(blocks.full_begin - blocks.begin, unroll=1):
-                    position = self.step(position, blocks.full_begin - 1 - step, lengths, row, True)
+            for step in cutlass.range(full_end - blocks.full_begin, unroll=1):
+                position = self.step(position, full_end - 1 - step, lengths, row, False)
+            if const_expr(spec.mask == "window"):
+                left_end = cutlass.min(blocks.full_begin, full_end)
+                for step in cutlass.range(left_end - blocks.begin, unroll=1):
+                    position = self.step(position, left_end - 1 - step, lengths, row, True)
         if const_expr(self.layout.output_slot):
             self.release(query_free)
-        if sees:
+        if work.sees:
             ring_v.wait_full(position)
             self.take_turn()
             self.issue_output(position)
             self.pass_turn()
             wgmma.wait_group(0)
             self.release(ring_v.empty(position))
-            position = self.skip(ring_v.advance(position), blocks.begin - tile_blocks.begin)
-        elif tile_blocks.end > tile_blocks.begin:
+            position = self.skip(ring_v.advance(position), work.trail)
+        elif work.tile_has_blocks:
             self.take_turn()
             self.pass_turn()
         return position
 
 
+def look_up(problem: Problem, walk: WorkList, index: Int32, number: Int32) -> Work:
+    """What an index means for a warpgroup; an index past the end is a tile without blocks."""
+    held = walk.holds(index)
+    tile, head, batch = walk.tile(cutlass.min(index, walk.order.total - 1))
+    lengths = problem.lengths(batch)
+    tile_blocks = problem.tile_blocks(tile, lengths)
+    row = problem.first_row(tile, number)
+    blocks = problem.warpgroup_blocks(row, lengths)
+    count = (tile_blocks.end - tile_blocks.begin) * Int32(held)
+    sees = (blocks.end > blocks.begin) & held
+    lead = Int32(sees) * (tile_blocks.end - blocks.end) + (1 - Int32(sees)) * count
+    trail = Int32(sees) * (blocks.begin - tile_blocks.begin)
+    return Work(head, batch, lengths, row, blocks, sees, lead, trail, count > 0)
+
+
 @cute.jit
 def consume(problem: Problem, shared: Shared, operands, output_map, thread: Int32, number: Int32):
-    """Every tile of this CTA, for one consumer warpgroup."""
+    """Every tile of this CTA, for one consumer warpgroup.
+
+    Where O has a slot of its own, the first scores of the next tile are in flight while this one's O is stored.
+    """
     consumer = Consumer(problem, shared, operands, thread, number)
     layout = problem.layout
     q_ring = shared.q_ring(number)
     if const_expr(layout.ping_pong):  # noqa: SIM102 (this one is decided at compile time, the next at run time)
         if number == layout.warpgroups - 1:
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
-    position, q_position = Int32(0), Int32(0)
     walk = problem.work_list()
     index = walk.first()
+    q_position = Int32(0)
+    work = look_up(problem, walk, index, number)
+    position = consumer.begin(Int32(0), work, q_ring.full_phase(q_position), lambda: None)
     while walk.holds(index):
-        tile, head, batch = walk.tile(index)
-        lengths = problem.lengths(batch)
-        blocks = problem.tile_blocks(tile, lengths)
-        row = problem.first_row(tile, number)
+        work = look_up(problem, walk, index, number)
         q_ring.wait_full(q_position)
-        position = consumer.tile(position, blocks, lengths, row, q_ring.empty(q_position))
-        epilogue.finish(consumer, lengths, row, head, batch, output_map, q_ring.empty(q_position))
-        q_position = q_position ^ 1
+        position = consumer.finish(position, work, q_ring.empty(q_position))
+        store = partial(epilogue.finish, consumer, work, output_map, q_ring.empty(q_position))
         index = walk.next(index)
+        q_position = q_position ^ 1
+        following = look_up(problem, walk, index, number)
+        if const_expr(not layout.output_slot):
+            store()
+        meanwhile = store if layout.output_slot else lambda: None
+        position = consumer.begin(position, following, q_ring.full_phase(q_position), meanwhile)
     epilogue.drain(consumer)
     if const_expr(layout.ping_pong):  # noqa: SIM102 (this one is decided at compile time, the next at run time)
         if number == 0:
