@@ -12,7 +12,7 @@ from jax_fa4.kernels.artefact import Artefact, ArtefactError, Parameter
 from jax_fa4.kernels.plans import MINUS_INFINITY_BITS, forward_plan, parameter_bytes
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
 from jax_fa4.kernels.sm90.forward.layout import SHARED_LIMIT, ForwardLayout
-from jax_fa4.kernels.spec import KernelSpec, Tile, standard_specs
+from jax_fa4.kernels.spec import MASKS, PADDED_HEAD_DIMS, KernelSpec, Tile
 
 INTEGERS = [
     *("seqlen_q", "seqlen_k", "query_offset", "left", "right", "group", "box_tokens"),
@@ -147,11 +147,17 @@ def test_entry_with_other_parameters_is_refused():
         forward_plan(replace(made, threads=(128, 1, 1)), make_problem())
 
 
-def test_causal_tiles_come_in_pairs():
-    """3 tiles a head are a pair and a middle one; 16 heads of these are 32 pairs, for at most 32 CTAs."""
-    kernel = kernel_of(make_spec(mask="causal"), make_problem())
+@pytest.mark.parametrize(("batch", "pairs"), [(2, 24), (1, 12)])
+def test_causal_tiles_come_in_pairs(batch: int, pairs: int):
+    """Three tiles of each of two heads are three pairs."""
+    kernel = kernel_of(make_spec(mask="causal"), make_problem(batch=batch))
     values = integers_of(kernel)
-    assert (values["tiles_m"], values["total"], kernel.grid) == (3, 64, (32, 1, 1))
+    assert (values["tiles_m"], values["total"], kernel.grid) == (3, 2 * pairs, (pairs, 1, 1))
+
+
+def test_an_odd_head_has_no_partner():
+    kernel = kernel_of(make_spec(mask="causal"), make_problem(batch=1, heads=3, kv_heads=3))
+    assert integers_of(kernel)["total"] == 2 * 3 * 2
 
 
 def test_run_time_lengths_leave_tiles_to_the_hardware():
@@ -163,8 +169,11 @@ def test_run_time_lengths_leave_tiles_to_the_hardware():
     assert kernel.grid == (values["total"], 1, 1) == (3 * 128, 1, 1)
 
 
-@pytest.mark.parametrize("spec", standard_specs(["sm_90a"], ["forward"]), ids=lambda spec: spec.name)
-def test_standard_tiles_fit(spec: KernelSpec):
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim_v", PADDED_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", PADDED_HEAD_DIMS)
+def test_tiles_fit(head_dim: int, head_dim_v: int, mask: str):
+    spec = make_spec(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask)
     layout = ForwardLayout(spec)
     layout.check()
     assert layout.shared_bytes <= SHARED_LIMIT

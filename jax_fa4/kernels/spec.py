@@ -174,19 +174,20 @@ def select_tile(arch: str, kind: str, head_dim: int, head_dim_v: int, mask: str)
 
 
 def _sm90_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
-    """Rows by keys such that Q, the K and V rings and O fit 227 KiB and the accumulators fit the registers."""
+    """Rows by keys such that Q, the K and V rings and O fit 227 KiB and the accumulators fit the registers.
+
+    Chosen by measurement: docs/measurements/2026-11-29-sm90-forward.md.
+    """
     largest = max(head_dim, head_dim_v)
     if largest <= 64:
         return Tile(m=192, n=128, stages=2)
     if largest <= 96:
-        return Tile(m=128, n=160, stages=2)
-    if largest <= 128:
-        return Tile(m=128, n=128, stages=2)
+        return Tile(m=192, n=96, stages=2)
     if head_dim_v <= 128:
-        return Tile(m=128, n=112, stages=2)
+        return Tile(m=128, n=128 if head_dim <= 192 else 96, stages=2)
     if largest <= 192:
         return Tile(m=128, n=96, stages=2)
-    return Tile(m=128, n=80, stages=2)
+    return Tile(m=128, n=64, stages=2)
 
 
 def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:

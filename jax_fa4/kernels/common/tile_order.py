@@ -7,8 +7,8 @@ and those that run at the same time fit the L2 cache together.
   query tiles are interleaved over its heads. With ``longest_last``, later tiles come first: they see more keys under a
   causal mask, and short ones should fill the tail. Index i, then i + gridDim.x.
 - *paired*: for a causal mask, where the lengths of tile u and of tile ``tiles_m - 1 - u`` add up to the same: a CTA
-  takes such a pair of a head, the long one first, so that a fixed share of pairs is a fair one. The middle tile of an
-  odd number is alone. Index ``2 * pair + half``.
+  takes such a pair from two neighbouring heads, the long one first, so that a fixed share of pairs is a fair one. The
+  last head of an odd number has no partner. Index ``2 * pair + half``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class WorkList(Invariant):
         if const_expr(not self.paired):
             return index + self.ctas
         pair, half = index >> 1, index & 1
-        alone = Int32(2 * (pair % self._pairs()) + 1 == self.order.tiles_m)
+        alone = Int32(pair // self.order.tiles_m * 2 + 1 >= self.order.batch_heads)
         leave = half | alone
         return (index + 1) * (1 - leave) + 2 * (pair + self.ctas) * leave
 
@@ -74,14 +74,11 @@ class WorkList(Invariant):
         """(query tile, head, batch) of an index that is work."""
         return self._paired_tile(index) if const_expr(self.paired) else decode(self.order, index, self.longest_last)
 
-    def _pairs(self) -> Int32:
-        """Pairs of one head."""
-        return (self.order.tiles_m + 1) >> 1
-
     def _paired_tile(self, index: Int32) -> tuple[Int32, Int32, Int32]:
         pair, half = index >> 1, index & 1
-        batch_head = pair // self._pairs()
-        rank = pair - batch_head * self._pairs()
+        heads = pair // self.order.tiles_m
+        rank = pair - heads * self.order.tiles_m
+        batch_head = 2 * heads + half
         batch = batch_head // self.order.heads
         tile = half * rank + (1 - half) * (self.order.tiles_m - 1 - rank)
         return tile, batch_head - batch * self.order.heads, batch

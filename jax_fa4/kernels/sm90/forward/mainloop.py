@@ -206,7 +206,7 @@ class Consumer(Invariant):
         self.maxima.fill(-Float32.inf)
         self.sums.fill(0.0)
         if work.sees:
-            if blocks.full_end < blocks.end:
+            if (blocks.full_end < blocks.end) | (blocks.full_begin == blocks.end):
                 self.mask(blocks.end - 1, lengths, row)
             softmax.first_block(self.scores, self.maxima, self.sums, self.problem.scale_log2)
             softmax.pack(self.scores, self.probabilities, self.dtype)

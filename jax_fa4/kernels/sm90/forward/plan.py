@@ -31,7 +31,7 @@ def forward_kernel(spec_artefact: Artefact, problem: ForwardProblem, sm_count: i
     tiles_m = -(-problem.seqlen_q // tile_tokens)
     heads = problem.kv_heads if spec.pack_gqa else problem.heads
     batch_heads = problem.batch * heads
-    pairs = -(-tiles_m // 2) * batch_heads
+    pairs = tiles_m * -(-batch_heads // 2)
     total = 2 * pairs if layout.paired else tiles_m * batch_heads
     if total >= 2**31:
         raise ValueError(f"{total} query tiles; a launch takes fewer than 2**31")
