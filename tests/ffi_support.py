@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import json
 import shutil
 import subprocess
@@ -26,7 +27,8 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler on
 
 def build_launcher_in_place() -> None:
     """Makes the library of this checkout if it is missing or older than its sources (several workers may ask)."""
-    with filelock.FileLock(Path(tempfile.gettempdir()) / f"jax_fa4_build_{abs(hash(str(register.LIBRARY_PATH)))}.lock"):
+    name = hashlib.sha256(str(register.LIBRARY_PATH).encode()).hexdigest()[:16]
+    with filelock.FileLock(Path(tempfile.gettempdir()) / f"jax_fa4_build_{name}.lock"):
         inputs = [*build.sources(), *build.SOURCE_DIR.glob("*.h"), build.SOURCE_DIR / "exports.map"]
         newest = max(path.stat().st_mtime for path in inputs)
         if not register.LIBRARY_PATH.exists() or register.LIBRARY_PATH.stat().st_mtime < newest:
