@@ -74,7 +74,8 @@ def barrier(t: Translator, ins: Instruction) -> None:
             wait(t, "w.cluster_wait_begin()", "w.cluster_wait_again()")
         return
     if "warp" in ins.parts:
-        return  # lanes of a warp run in lockstep here
+        t.line("w.sync_lanes()")
+        return
     t.line("yield")
     operands = ins.operands
     reduction = "red" in ins.parts

@@ -285,3 +285,35 @@ def test_unknown_forms_are_refused():
     ):
         with pytest.raises(EmulatorError, match="tcgen05"):
             run(text)
+
+
+EXCHANGE = """
+ setp.ne.u32 %p0, %r0, 0;
+ @%p0 bra READY;
+ mbarrier.init.shared.b64 [bar], 1;
+READY:
+ bar.sync 0;
+ mov.b32 %r6, exchanged;
+ shl.b32 %r7, lane_index, 2;
+ add.u32 %r6, %r6, %r7;
+ setp.ne.u32 %p1, warp_index, 0;
+ @%p1 bra READER;
+ st.shared.b32 [%r6], %r0;
+ SYNC
+ elect.sync _|%p2, -1;
+ @%p2 mbarrier.arrive.shared.b64 %rd3, [bar];
+READER:
+ mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0, 1000;
+ @!%p3 bra READER;
+ ld.shared.b32 %r100, [%r6];
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_lane_arrives_for_its_warp(seed):
+    """What 31 other lanes wrote is covered by one lane's arrival only after bar.warp.sync."""
+    body = ".shared .align 16 .b8 exchanged[128];\n" + EXCHANGE + store_out(loaded(1))
+    out = run(body.replace("SYNC", "bar.warp.sync -1;"), threads=64, seed=seed)
+    np.testing.assert_array_equal(out[:, 0], np.arange(64) % 32)
+    with pytest.raises(RaceError, match="not ordered after the write"):
+        run(body.replace("SYNC", ""), threads=64, seed=seed)

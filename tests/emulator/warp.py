@@ -50,6 +50,8 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
         self.wgmma_fenced = False
         self.cluster_phase: int | None = None
         self.fence_clock: np.ndarray | None = None
+        self.loose = False  # several lanes have accessed memory since the warp last synchronised its lanes
+        self.synced = 0  # this warp's clock at that time
         self.unannounced: list = []  # mbarriers initialised since the last fence
         self.pending_acquire: np.ndarray | None = None
         self.may_time_out = False
@@ -93,6 +95,20 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
         clock = self.machine.columns.clock
         clock[self.column] += 1
         self.clocks[ORDER, self.column] = clock[self.column]
+
+    def sync_lanes(self) -> None:
+        """The lanes have met (bar.warp.sync or a wider barrier): each may now publish what the others did."""
+        self.loose = False
+        self.synced = int(self.clocks[ORDER, self.column])
+        self.tick()
+
+    def published(self, mask) -> np.ndarray:
+        """The clock that an arrival by the lanes ``mask`` publishes: not what other lanes did since they last met."""
+        if not self.loose or np.count_nonzero(mask) == self.thread_count:
+            return self.clocks
+        clocks = self.clocks.copy()
+        clocks[:, self.column] = np.minimum(clocks[:, self.column], self.synced)
+        return clocks
 
     # ---- lanes -------------------------------------------------------------------------------------------------------
     @staticmethod

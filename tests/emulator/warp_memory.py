@@ -72,6 +72,7 @@ class WarpMemory:
         """(vector, 32) unsigned integers; lanes that are not active hold anything."""
         who = self.strong if strong else self.generic
         groups = self._offsets(space, address, mask)
+        self.loose = self.loose or mask is FULL or np.count_nonzero(mask) > 1
         self.count_access(space, groups, itemsize * vector, "read")
         if len(groups) == 1 and groups[0][1] is None:
             return load(groups[0][0], groups[0][2], itemsize, vector, who, self.line)
@@ -102,6 +103,7 @@ class WarpMemory:
         data = np.empty((len(values), 32), dtype)
         for i, v in enumerate(values):
             data[i] = v
+        self.loose = self.loose or mask is FULL or np.count_nonzero(mask) > 1
         groups = self._offsets(space, address, mask)
         self.count_access(space, groups, itemsize * len(values), "write")
         for region, where, offsets in groups:

@@ -71,18 +71,19 @@ class WarpSync:
 
     def mbarrier_arrive(self, address, count: int, mask, tx: int | None = None, relaxed: bool = False) -> int:
         """Arrivals of the active lanes (each counts); with ``tx``, each lane expects that many bytes first."""
+        clocks = np.zeros_like(self.clocks) if relaxed else self.published(mask)
         if isinstance(address, int):
-            return self._arrive_one(address, count, int(np.count_nonzero(mask)), tx, relaxed)
+            return self._arrive_one(address, count, int(np.count_nonzero(mask)), tx, clocks)
         for place, lanes in Counter(address[mask].tolist()).items():
-            self._arrive_one(place, count, lanes, tx, relaxed)
+            self._arrive_one(place, count, lanes, tx, clocks)
         return 0
 
-    def _arrive_one(self, address: int, count: int, lanes: int, tx: int | None, relaxed: bool) -> int:
+    def _arrive_one(self, address: int, count: int, lanes: int, tx: int | None, clocks: np.ndarray) -> int:
         barrier = self.mbarrier(address)
         state = barrier.phase & 1
         if tx is not None:
             barrier.tx += tx * lanes
-        barrier.arrive(count * lanes, self.clocks if not relaxed else np.zeros_like(self.clocks), self.describe)
+        barrier.arrive(count * lanes, clocks, self.describe)
         self.tick()
         self.machine.progress += 1
         if barrier.advance():
@@ -145,7 +146,7 @@ class WarpSync:
         if reduction is not None:
             barrier.reduction.append(reduction)
         complete = barrier.arrive(self.thread_count, expected, self.clocks, self.describe)
-        self.tick()
+        self.sync_lanes()
         self.machine.progress += 1
         generation = barrier.generation
         if complete:
@@ -198,6 +199,7 @@ class WarpSync:
         if barrier.phase == self.cluster_phase:
             return barrier
         self.cluster_phase = None
+        self.sync_lanes()
         join(self.clocks, barrier.completed)
         return None
 
