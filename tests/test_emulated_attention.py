@@ -29,12 +29,12 @@ def emulate(plan, artefacts, buffers):
     executor(plan, [artefacts[reference.sha256].ptx for reference in plan.artefacts], buffers, operands)
 
 
-@pytest.fixture(autouse=True)
-def emulated():
+@pytest.fixture(autouse=True, params=["sm_90a", "sm_100f"])
+def emulated(request):
     previous = store.default_store()
     folder = Path(tempfile.gettempdir()) / f"jax_fa4_test_artefacts_{os.getuid()}"
     store.set_default_store(store.ArtefactStore(cache=folder))
-    base.register(fa4.emulated(emulate, "sm_90a", NAME))
+    base.register(fa4.emulated(emulate, request.param, NAME))
     yield
     base.unregister(NAME)
     store.set_default_store(previous)
@@ -85,6 +85,21 @@ def test_shard_map():
     close(jax.jit(sharded)(*arrays), jax_fa4.attention(*arrays, is_causal=True, implementation="xla"), 1e-2)
 
 
+def test_scan():
+    query, key, value = operands(batch=2)
+
+    def body(carry, x, implementation):
+        out = jax_fa4.attention(carry[None], x[0][None], x[1][None], is_causal=True, implementation=implementation)[0]
+        return out, out
+
+    def run(implementation):
+        return jax.jit(lambda *x: jax.lax.scan(functools.partial(body, implementation=implementation), x[0], x[1:]))
+
+    got, want = (run(i)(query[0], key, value)[1] for i in (NAME, "xla"))
+    close(got, want, 2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:jax_fa4 computes the gradients")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal):
     arrays = operands()

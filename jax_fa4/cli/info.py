@@ -20,6 +20,11 @@ from jax_fa4.kernels.spec import ARCHITECTURES
 DISTRIBUTIONS = ("jax", "jaxlib", "numpy", "flax", "nvidia-cutlass-dsl")
 """Distributions whose versions matter when something does not work."""
 
+BLACKWELL_NOTE = (
+    "the sm_100f kernels have been executed in the test suite's emulator and not yet on a Blackwell GPU; "
+    "a report of `python -m jax_fa4 selftest` from one is welcome"
+)
+
 
 def _call(
     shape: tuple[int, int, int, int], *, key: tuple[int, int] | None = None, dtype: Any = jnp.bfloat16, **arguments: Any
@@ -81,6 +86,7 @@ def collect() -> dict[str, Any]:
             "shipped": _count(store.BUNDLED),
             "cache": _count(store.default_cache()),
             "cache_folder": str(store.default_cache()),
+            "note": BLACKWELL_NOTE,
         },
         "calls": {
             name: {"implementation": support.implementation, "reasons": dict(support.reasons)}
@@ -124,6 +130,7 @@ def text(facts: dict[str, Any]) -> str:
     kernels = facts["kernels"]
     lines.append(f"  shipped with the package: {_counts(kernels['shipped'])}")
     lines.append(f"  compiled here: {_counts(kernels['cache'])} in {kernels['cache_folder']}")
+    lines.append(f"  note: {kernels['note']}")
     lines += ["calls and what serves them"]
     for name, call in facts["calls"].items():
         lines.append(f"  {name}: {call['implementation']}")

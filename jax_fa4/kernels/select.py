@@ -5,11 +5,8 @@ from __future__ import annotations
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.spec import KernelSpec
 
-PACKING_ARCHITECTURES = ("sm_90a",)
-"""Architectures whose forward can put a group's query heads into one tile."""
-
-BOX_ROWS = 64
-"""Query rows of one warpgroup; a packed box holds whole groups."""
+BOX_ROWS = {"sm_90a": 64, "sm_100f": 128}
+"""Query rows that one TMA box brings to a warpgroup; a packed box holds whole groups of query heads."""
 
 
 def forward_specs(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool) -> tuple[KernelSpec, ...]:
@@ -38,15 +35,15 @@ def forward_specs(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool
         )
 
     single = spec(pack_gqa=False)
-    if arch in PACKING_ARCHITECTURES and _packing_pays(problem, single.tile.m):
+    if _packing_pays(problem, single.tile.m, BOX_ROWS[arch]):
         return spec(pack_gqa=True), single
     return (single,)
 
 
-def _packing_pays(problem: ForwardProblem, tile_m: int) -> bool:
+def _packing_pays(problem: ForwardProblem, tile_m: int, box_rows: int) -> bool:
     """Whether tiles of whole groups are half as many as tiles of single heads, as for short queries."""
-    if not 1 < problem.group <= BOX_ROWS:
+    if not 1 < problem.group <= box_rows:
         return False
-    packed_tokens = BOX_ROWS // problem.group * (tile_m // BOX_ROWS)
+    packed_tokens = box_rows // problem.group * (tile_m // box_rows)
     packed = problem.kv_heads * -(-problem.seqlen_q // packed_tokens)
     return 2 * packed <= problem.heads * -(-problem.seqlen_q // tile_m)
