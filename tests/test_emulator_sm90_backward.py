@@ -1,0 +1,39 @@
+"""The Hopper backward kernels, executed from their PTX, against float64: variants, schedules, determinism."""
+
+import pytest
+
+from tests.emulator.attention import ForwardCase
+from tests.emulator.attention_backward import assert_right, inputs, run_backward
+from tests.emulator.launch import Options
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+
+LENGTHS = ((100, 130, 0), (60, 1, 3), (0, 0, 0))
+CASES = [
+    ForwardCase(150, 200, 64),
+    ForwardCase(150, 200, 128, heads=2, mask="causal"),
+    ForwardCase(100, 130, 64, batch=3, heads=2, mask="causal", lengths=LENGTHS),
+    ForwardCase(130, 190, 128, heads=2, mask="window", left=40, right=10),
+    ForwardCase(200, 100, 72),
+    ForwardCase(260, 70, 128, 64),
+    ForwardCase(1, 1, 64),
+    ForwardCase(64, 300, 64, heads=4, kv_heads=2, mask="causal", query_offset=236),
+]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backward(case, deterministic):
+    given = inputs(case)
+    for seed in (0, 1, 2):
+        assert_right(case, given, run_backward(case, given, Options(seed=seed), deterministic))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_deterministic_gradients_do_not_depend_on_the_schedule(mask, pytestconfig):
+    case = ForwardCase(270, 300, 64, heads=2, kv_heads=1, mask=mask)
+    given = inputs(case)
+    first = run_backward(case, given, Options(seed=0)).gradients
+    for seed in range(1, 200 if pytestconfig.getoption("--long") else 6):
+        for a, b in zip(first, run_backward(case, given, Options(seed=seed)).gradients, strict=True):
+            assert a.tobytes() == b.tobytes()
