@@ -15,7 +15,7 @@ from jax_fa4.ffi import register as launcher
 from jax_fa4.ffi.plan import Kernel
 from jax_fa4.ffi.wire import decode
 from jax_fa4.implementations import base, fa4
-from jax_fa4.kernels import store
+from jax_fa4.kernels import plans, store
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.select import forward_specs
 
@@ -96,15 +96,25 @@ def test_gradients_come_from_the_backward_kernels(name, recwarn):
     assert not [w for w in recwarn if issubclass(w.category, jax_fa4.FallbackWarning)]
 
 
-def test_missing_backward_is_blockwise_with_a_warning():
-    arrays = operands(dim=192, dim_v=192)
+def test_gradients_of_large_head_dims_come_from_the_split_backward(recwarn):
+    arrays = operands(dim=192, dim_v=136)
 
     def loss(implementation, *x):
         return jnp.sum(jax_fa4.attention(*x, is_causal=True, implementation=implementation).astype(jnp.float32) ** 2)
 
-    with pytest.warns(
-        jax_fa4.FallbackWarning, match="gradients of this call through XLA.*the backward takes up to 128"
-    ):
+    got, want = (jax.grad(functools.partial(loss, i), (0, 1, 2))(*arrays) for i in (NAME, "xla"))
+    close(got, want, atol=6e-2)
+    assert not [w for w in recwarn if issubclass(w.category, jax_fa4.FallbackWarning)]
+
+
+def test_missing_backward_is_blockwise_with_a_warning(monkeypatch):
+    monkeypatch.setattr(plans, "_BACKWARD_PLANS", {})  # as on an architecture without backward kernels
+    arrays = operands()
+
+    def loss(implementation, *x):
+        return jnp.sum(jax_fa4.attention(*x, is_causal=True, implementation=implementation).astype(jnp.float32) ** 2)
+
+    with pytest.warns(jax_fa4.FallbackWarning, match="gradients of this call through XLA.*arch is 'sm_90a'"):
         got = jax.grad(functools.partial(loss, NAME), (0, 1, 2))(*arrays)
     close(got, jax.grad(functools.partial(loss, "xla"), (0, 1, 2))(*arrays), atol=6e-2)
 

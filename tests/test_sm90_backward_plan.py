@@ -12,11 +12,15 @@ from jax_fa4.kernels.compile import compile_spec, dsl_version
 from jax_fa4.kernels.plans import backward_plan, backward_scratch, backward_specs
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.sm90.backward.config import MainConfig
-from jax_fa4.kernels.sm90.backward.plan import POSTPROCESS_THREADS, PREPROCESS_THREADS, BackwardBuffers
+from jax_fa4.kernels.sm90.backward.plan import (
+    POSTPROCESS_THREADS,
+    PREPROCESS_THREADS,
+    BackwardBuffers,
+    counts_turns,
+    team_size,
+)
 from jax_fa4.kernels.sm90.backward.scratch import DqBlock, ScratchSizes
-
-SHARED_LIMIT = 227 * 1024
-"""Dynamic shared memory that a block may have on sm_90, in bytes."""
+from jax_fa4.kernels.sm90.backward_split.config import SHARED_LIMIT, KeyValueConfig, QueryConfig
 
 
 def make_problem(**fields) -> ForwardProblem:
@@ -31,12 +35,21 @@ def make_artefacts(specs) -> list[Artefact]:
     """Artefacts whose entries have the kernels' parameters; their machine code is never run here."""
     artefacts = []
     for spec in specs:
-        counters, varlen = int(spec.deterministic), int(spec.varlen)
+        varlen = int(spec.varlen)
+        counters = int(counts_turns(spec) if spec.kind == "backward_preprocess" else spec.deterministic)
         sizes, threads = {
             "backward_preprocess": ([8] * (6 + counters + varlen) + [4] * 3, PREPROCESS_THREADS),
             "backward_main": (
                 [128, 16] * 6 + [8] * (3 + counters + varlen) + [4] * (8 if spec.mask == "window" else 6),
                 MainConfig.threads,
+            ),
+            "backward_key_value": (
+                [128, 16] * 6 + [8] * (2 + varlen) + [4] * (8 if spec.mask == "window" else 6),
+                KeyValueConfig.threads,
+            ),
+            "backward_query": (
+                [128, 16] * 5 + [8] * (2 + varlen) + [4] * (8 if spec.mask == "window" else 6),
+                QueryConfig.threads,
             ),
             "backward_postprocess": ([8] * (2 + counters) + [4] * 4, POSTPROCESS_THREADS),
         }[spec.kind]
@@ -59,6 +72,27 @@ def test_three_kernels():
     assert extents == Scalars("iiii", (300, 128, 8, 2))
     dkey = main.parameters[8]
     assert dkey == TensorMap(8, "bfloat16", (128, 500, 2, 2), (2 * 256, 256, 500 * 2 * 256), (64, 128, 1, 1), swizzle=3)
+
+
+def test_large_head_dims_take_two_main_kernels():
+    problem = make_problem(head_dim=192, head_dim_v=128)
+    pre, key_value, query = plan_of(problem, mask="window", deterministic=False).steps
+    assert pre.grid == query.grid == (3 * 8 * 2, 1, 1)  # blocks of 128 rows, query heads, batch
+    assert key_value.grid == (8 * 2 * 2, 1, 1)  # blocks of 64 keys, key heads, batch
+    dquery = query.parameters[8]
+    assert dquery == TensorMap(
+        7, "bfloat16", (192, 300, 8, 2), (8 * 384, 384, 300 * 8 * 384), (64, 128, 1, 1), swizzle=3
+    )
+    specs = backward_specs("sm_90a", problem)
+    rows = 2 * 8 * 384
+    assert backward_scratch(specs, problem) == {"lse2": ((rows,), "float32"), "delta": ((rows,), "float32")}
+    assert specs == backward_specs("sm_90a", problem, deterministic=False)
+
+
+def test_teams_divide_the_pairs():
+    assert [team_size(32, wanted) for wanted in (0, 3, 12, 40)] == [1, 2, 8, 32]
+    assert team_size(7, 3) == 3  # a prime number of pairs has no useful divisor
+    assert team_size(16, 1, least=2) == 2
 
 
 def test_scratch_is_padded_once_and_documented():
@@ -105,10 +139,11 @@ def test_foreign_artefacts_are_refused():
         backward_plan(artefacts[::-1], make_problem())
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("dims", [(d, dv) for d in (64, 128, 192, 256) for dv in (64, 128, 192, 256)])
 def test_shared_memory_fits(dims):
     problem = make_problem(head_dim=dims[0], head_dim_v=dims[1])
-    assert MainConfig.of(backward_specs("sm_90a", problem)[1]).shared_bytes <= SHARED_LIMIT
+    for step in plan_of(problem).steps:
+        assert step.shared_bytes <= SHARED_LIMIT
 
 
 def test_dq_block_covers_each_element_once():
@@ -122,11 +157,12 @@ def test_dq_block_covers_each_element_once():
 @pytest.mark.skipif(dsl_version() is None, reason="needs the kernel compiler, nvidia-cutlass-dsl")
 @pytest.mark.parametrize(
     "flags",
-    [{"mask": "window", "varlen": True}, {"mask": "causal", "deterministic": False}],
-    ids=["window-varlen", "causal-nondeterministic"],
+    [{"mask": "window", "varlen": True}, {"mask": "causal", "deterministic": False}, {"head_dim": 256}],
+    ids=["window-varlen", "causal-nondeterministic", "split"],
 )
 def test_compiled_entries_take_the_plan(flags):
-    problem = make_problem()
+    flags = dict(flags)
+    problem = make_problem(head_dim=flags.pop("head_dim", 128))
     artefacts = [compile_spec(spec) for spec in backward_specs("sm_90a", problem, **flags)]
     plan = backward_plan(artefacts, problem)
     assert len([step for step in plan.steps if isinstance(step, Kernel)]) == 3

@@ -29,6 +29,8 @@ BUILDERS: dict[tuple[str, str], str] = {
     ("sm_90a", "forward"): "jax_fa4.kernels.sm90.forward.kernel",
     ("sm_90a", "backward_preprocess"): "jax_fa4.kernels.support.preprocess",
     ("sm_90a", "backward_main"): "jax_fa4.kernels.sm90.backward.kernel",
+    ("sm_90a", "backward_key_value"): "jax_fa4.kernels.sm90.backward_split.key_value",
+    ("sm_90a", "backward_query"): "jax_fa4.kernels.sm90.backward_split.query",
     ("sm_90a", "backward_postprocess"): "jax_fa4.kernels.support.postprocess",
     ("sm_100f", "forward"): "jax_fa4.kernels.sm100.forward.kernel",
 }

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from types import ModuleType
 
 from jax_fa4.ffi.plan import ArtefactRef, Fill, Kernel, LaunchPlan, Parameter, Scalars, Tensor, TensorMap
 from jax_fa4.kernels.artefact import Artefact, ArtefactError
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.sm90.backward import plan as sm90_backward
+from jax_fa4.kernels.sm90.backward_split import plan as sm90_backward_split
 from jax_fa4.kernels.sm90.forward import plan as sm90_forward
 from jax_fa4.kernels.sm100.forward import plan as sm100_forward
-from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, padded_head_dim
+from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, padded_head_dim, splits_backward
 
 DEFAULT_SM_COUNT = {"sm_90a": 132, "sm_100f": 148}
 """Multiprocessors assumed where the device is not known (H100 and H200 SXM; B200); any value gives right results."""
 
 MINUS_INFINITY_BITS = 0xFF800000
 
-_BACKWARD_PLANS = {"sm_90a": sm90_backward}
+_BACKWARD_PLANS = {"sm_90a": (sm90_backward, sm90_backward_split)}
+"""Plan modules of each architecture: the one kernel's, the split one's."""
 _FORWARD_KERNELS = {"sm_90a": sm90_forward.forward_kernel, "sm_100f": sm100_forward.forward_kernel}
 
 
@@ -59,8 +62,6 @@ def backward_specs(
 
     Raises :class:`UnsupportedSpecError` where the architecture has no backward for the problem.
     """
-    if arch not in _BACKWARD_PLANS:
-        raise UnsupportedSpecError(f"arch is {arch!r}; backward kernels exist for {', '.join(_BACKWARD_PLANS)}")
     return tuple(
         KernelSpec.create(
             arch=arch,
@@ -72,8 +73,14 @@ def backward_specs(
             varlen=varlen,
             deterministic=deterministic,
         )
-        for kind in _BACKWARD_PLANS[arch].kinds(problem)
+        for kind in _backward_module(arch, problem).kinds(problem)
     )
+
+
+def _backward_module(arch: str, problem: ForwardProblem) -> ModuleType:
+    if arch not in _BACKWARD_PLANS:
+        raise UnsupportedSpecError(f"arch is {arch!r}; backward kernels exist for {', '.join(_BACKWARD_PLANS)}")
+    return _BACKWARD_PLANS[arch][splits_backward(problem.head_dim, problem.head_dim_v)]
 
 
 def backward_scratch(specs: Sequence[KernelSpec], problem: ForwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -81,7 +88,7 @@ def backward_scratch(specs: Sequence[KernelSpec], problem: ForwardProblem) -> di
 
     XLA owns them; their contents before and after the call are of no interest.
     """
-    return _BACKWARD_PLANS[specs[0].arch].scratch_shapes(specs, problem)
+    return _backward_module(specs[0].arch, problem).scratch_shapes(specs, problem)
 
 
 def backward_plan(artefacts: Sequence[Artefact], problem: ForwardProblem) -> LaunchPlan:
@@ -105,7 +112,7 @@ def backward_plan(artefacts: Sequence[Artefact], problem: ForwardProblem) -> Lau
             f"kernels {', '.join(spec.name for spec in specs)} do not serve {problem.dtype} with head_dim "
             f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
         )
-    steps = _BACKWARD_PLANS[main.arch].backward_steps(specs, problem)
+    steps = _backward_module(main.arch, problem).backward_steps(specs, problem)
     kernels = [step for step in steps if isinstance(step, Kernel)]
     for kernel in kernels:
         check_parameters(kernel, artefacts[kernel.artefact])

@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 ARCHITECTURES = ("sm_90a", "sm_100f")
-KINDS = ("forward", "backward_preprocess", "backward_main", "backward_postprocess")
+KINDS = (
+    "forward",
+    "backward_preprocess",
+    "backward_main",
+    "backward_postprocess",
+    "backward_key_value",
+    "backward_query",
+)
 DTYPES = ("bfloat16", "float16")
 MASKS = ("none", "causal", "window")
 MAX_HEAD_DIM = 256
@@ -105,6 +112,8 @@ class KernelSpec:
             mask = "none"
         if kind == "backward_postprocess":
             varlen = False
+        if kind.startswith("backward") and splits_backward(padded, padded_v):
+            deterministic = True
         if kind == "forward":
             deterministic = True  # the forward has no unordered sums: one artefact serves both settings
         if tile is None:
@@ -219,27 +228,48 @@ def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     return Tile(m=rows * tiles, n=128, stages=min(slots, 4 * (k_chunks + v_chunks)), options=options)
 
 
+def splits_backward(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the Hopper backward of these head dims is two kernels (kinds "backward_key_value", "backward_query") and
+    not one (kind "backward_main"): dK and dV of 128 keys no longer fit the registers."""
+    return max(head_dim, head_dim_v) > 128
+
+
 def _sm90_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     """Query rows by keys of the main kernel; the other kernels share its rows, which fix the scratch's layout.
 
     Two consumer warpgroups hold 64 keys each; dK, dV and two score tiles must fit 240 registers a thread.
     """
-    largest = max(head_dim, head_dim_v)
-    if largest > 128:
-        raise UnsupportedSpecError(f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; the backward takes up to 128")
-    return Tile(m=128 if largest <= 64 else 64, n=128, stages=2, options=(("pingpong", 1),))
+    if splits_backward(head_dim, head_dim_v):
+        raise UnsupportedSpecError(f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; up to 128 in one kernel")
+    return Tile(m=128 if max(head_dim, head_dim_v) <= 64 else 64, n=128, stages=2, options=(("pingpong", 1),))
+
+
+def _sm90_preprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """Rows of the kernels that follow; option ``turns``: whether they count turns on dQ."""
+    if splits_backward(head_dim, head_dim_v):
+        return Tile(m=128, n=0)
+    return Tile(m=_sm90_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("turns", 1),))
+
+
+def _sm90_key_value_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """64 keys: dV in one warpgroup's registers, dK in the other's."""
+    return Tile(m=64, n=64)
+
+
+def _sm90_query_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """64 rows of dQ in each of two warpgroups' registers; 64 keys a step keep K's and V's rings in shared memory."""
+    return Tile(m=128, n=64)
 
 
 _TILE_TABLES = {
     ("sm_90a", "forward"): _sm90_forward_tile,
-    ("sm_90a", "backward_preprocess"): _sm90_backward_tile,
+    ("sm_90a", "backward_preprocess"): _sm90_preprocess_tile,
+    ("sm_90a", "backward_key_value"): _sm90_key_value_tile,
+    ("sm_90a", "backward_query"): _sm90_query_tile,
     ("sm_90a", "backward_main"): _sm90_backward_tile,
     ("sm_90a", "backward_postprocess"): _sm90_backward_tile,
     ("sm_100f", "forward"): _sm100_forward_tile,
 }
-
-BACKWARD_HEAD_DIM_LIMIT = 128
-"""Largest head dim that backward kernels exist for."""
 
 STANDARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 """Padded (head_dim, head_dim_v) pairs of the artefacts that a release ships."""
@@ -257,7 +287,7 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                 continue
             for dtype in DTYPES:
                 for head_dim, head_dim_v in STANDARD_HEAD_DIMS:
-                    if kind != "forward" and max(head_dim, head_dim_v) > BACKWARD_HEAD_DIM_LIMIT:
+                    if _other_backward(kind, head_dim, head_dim_v):
                         continue
                     for mask in MASKS:
                         for varlen in (False, True):
@@ -272,6 +302,13 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                             )
                             specs.setdefault(spec)
     return list(specs)
+
+
+def _other_backward(kind: str, head_dim: int, head_dim_v: int) -> bool:
+    """Whether the backward of these head dims does without kernels of this kind."""
+    if kind in ("backward_main", "backward_postprocess"):
+        return splits_backward(head_dim, head_dim_v)
+    return kind in ("backward_key_value", "backward_query") and not splits_backward(head_dim, head_dim_v)
 
 
 def _require(field: str, value: object, allowed: tuple) -> None:

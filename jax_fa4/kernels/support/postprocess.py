@@ -71,12 +71,14 @@ class Postprocess:
     ) -> None:
         block_layout = self.block
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        index, _, _ = cute.arch.block_idx()
         row_blocks = cute.ceil_div(rows, block_layout.tile_m)
-        head_of_batch = block // row_blocks
-        m = block - head_of_batch * row_blocks
-        batch = head_of_batch // heads
-        head = head_of_batch - batch * heads
+        # The head is the fast index: CTAs that run together write whole rows of the (rows, heads) plane.
+        row_block = index // heads
+        head = index - row_block * heads
+        batch = row_block // row_blocks
+        m = row_block - batch * row_blocks
+        block = (batch * heads + head) * row_blocks + m
         chunk, in_chunk = thread // WARPGROUP, thread % WARPGROUP
 
         vectors = block_layout.thread_elements // 4

@@ -17,11 +17,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa4.kernels.sm90.backward.config import element_type
 from jax_fa4.kernels.sm90.backward.plan import PREPROCESS_THREADS as THREADS
+from jax_fa4.kernels.sm90.backward.plan import counts_turns
 from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS, LSE2_OF_EMPTY_ROW
 from jax_fa4.kernels.spec import KernelSpec
 
 VECTOR = 8
 """16-bit elements in a 16-byte load."""
+
+ROWS_IN_FLIGHT = 8
+"""Rows whose loads a thread issues before it uses the first: enough to hide the memory's latency."""
 
 
 class Preprocess:
@@ -31,7 +35,7 @@ class Preprocess:
         self.dtype = element_type(spec.dtype)
         self.tile_m = spec.tile.m
         self.varlen = spec.varlen
-        self.counters = spec.deterministic
+        self.counters = counts_turns(spec)
         # Lanes that share a row: a power of two, so that a butterfly sums them.
         self.lanes = 1 << max(0, math.ceil(math.log2(spec.head_dim_v / VECTOR)))
         self.rows_at_once = THREADS // self.lanes
@@ -75,30 +79,57 @@ class Preprocess:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row_blocks = cute.ceil_div(rows, self.tile_m)
-        head_of_batch = block // row_blocks
-        m = block - head_of_batch * row_blocks
-        batch = head_of_batch // heads
-        head = head_of_batch - batch * heads
+        # The head is the fast index: CTAs that run together read whole rows of the (rows, heads) plane.
+        row_block = block // heads
+        head = block - row_block * heads
+        batch = row_block // row_blocks
+        m = row_block - batch * row_blocks
         if const_expr(self.counters):  # noqa: SIM102 - a compile-time condition must stand alone
             if thread < DQ_CHUNKS:
-                cute.make_tensor(turn + (Int64(block) * DQ_CHUNKS + thread), cute.make_layout(1))[0] = Int32(0)
+                scratch_block = Int64(batch * heads + head) * row_blocks + m
+                cute.make_tensor(turn + (scratch_block * DQ_CHUNKS + thread), cute.make_layout(1))[0] = Int32(0)
         q_len = rows
         if const_expr(self.varlen):
             q_len = cutlass.min(rows, cute.make_tensor(batch_info + batch * 4, cute.make_layout(4))[0])
 
         lane = thread % self.lanes
         steps = self.tile_m // self.rows_at_once
-        shape = cute.make_layout((VECTOR, steps))
+        together = min(steps, ROWS_IN_FLIGHT)
+        for outer in cutlass.range(steps // together, unroll=1):
+            first_row = m * self.tile_m + outer * together * self.rows_at_once + thread // self.lanes
+            self.rows(out, dout, lse, dlse, lse2, delta, rows, heads, head_dim_v, q_len, batch, head, lane, first_row)
+
+    @cute.jit
+    def rows(
+        self,
+        out: cute.Pointer,
+        dout: cute.Pointer,
+        lse: cute.Pointer,
+        dlse: cute.Pointer,
+        lse2: cute.Pointer,
+        delta: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        head_dim_v: Int32,
+        q_len: Int32,
+        batch: Int32,
+        head: Int32,
+        lane: Int32,
+        first_row: Int32,
+    ) -> None:
+        """Rows ``first_row``, ``first_row + rows_at_once``, ...: all loads first, then sums and stores."""
+        together = min(self.tile_m // self.rows_at_once, ROWS_IN_FLIGHT)
+        shape = cute.make_layout((VECTOR, together))
         outs, douts = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
         outs.fill(0.0)
         douts.fill(0.0)
-        for i in cutlass.range_constexpr(steps):
-            row = m * self.tile_m + i * self.rows_at_once + thread // self.lanes
+        for i in cutlass.range_constexpr(together):
+            row = first_row + i * self.rows_at_once
             if (row < q_len) & (lane * VECTOR < head_dim_v):
                 element = ((Int64(batch) * rows + row) * heads + head) * head_dim_v + lane * VECTOR
                 cute.autovec_copy(self._vector(out, element), outs[None, i])
                 cute.autovec_copy(self._vector(dout, element), douts[None, i])
-        for i in cutlass.range_constexpr(steps):
+        for i in cutlass.range_constexpr(together):
             total = Float32(0)
             for j in cutlass.range_constexpr(VECTOR):
                 total += outs[j, i].to(Float32) * douts[j, i].to(Float32)
@@ -106,16 +137,17 @@ class Preprocess:
             for _ in cutlass.range_constexpr(int(math.log2(self.lanes))):
                 total += cute.arch.shuffle_sync_bfly(total, offset=distance)
                 distance = distance // 2
-            row = m * self.tile_m + i * self.rows_at_once + thread // self.lanes
+            row = first_row + i * self.rows_at_once
             if lane == 0:
                 row_lse2, row_delta = Float32(LSE2_OF_EMPTY_ROW), Float32(0)
+                head_of_batch = Int64(batch) * heads + head
                 if row < q_len:
-                    source = Int64(head_of_batch) * rows + row
+                    source = head_of_batch * rows + row
                     row_lse = cute.make_tensor(lse + source, cute.make_layout(1))[0]
                     if row_lse > -Float32(float("inf")):
                         row_lse2 = row_lse * math.log2(math.e)
                         row_delta = total - cute.make_tensor(dlse + source, cute.make_layout(1))[0]
-                target = Int64(head_of_batch) * (row_blocks * self.tile_m) + row
+                target = head_of_batch * (cute.ceil_div(rows, self.tile_m) * self.tile_m) + row
                 cute.make_tensor(lse2 + target, cute.make_layout(1))[0] = row_lse2
                 cute.make_tensor(delta + target, cute.make_layout(1))[0] = row_delta
 

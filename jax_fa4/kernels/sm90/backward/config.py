@@ -66,6 +66,11 @@ class MainConfig:
         )
 
     @property
+    def row_padding(self) -> int:
+        """Query rows of a head are padded to a multiple of this in the scratch buffers."""
+        return self.tile_m
+
+    @property
     def early_dvalue(self) -> bool:
         """Whether dV runs while dS is computed; wider score tiles leave no registers for that."""
         return self.tile_m == 64

@@ -7,12 +7,11 @@ write dQ (``dq_writer``); warps 4 to 11 are two consumer warpgroups, 64 keys eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from jax_fa4.kernels.sm90.backward.config import (
@@ -24,47 +23,11 @@ from jax_fa4.kernels.sm90.backward.config import (
 from jax_fa4.kernels.sm90.backward.consumer import consume
 from jax_fa4.kernels.sm90.backward.dq_writer import write_dq
 from jax_fa4.kernels.sm90.backward.producer import load
-from jax_fa4.kernels.sm90.backward.ranges import BlockRanges, choose
 from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS
 from jax_fa4.kernels.sm90.backward.shared import allocate, shared_layouts
+from jax_fa4.kernels.sm90.backward.tiles import load_atom, store_atom
+from jax_fa4.kernels.sm90.backward.work import MaskBounds, key_block_work
 from jax_fa4.kernels.spec import KernelSpec
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one CTA does: a key block of one key head, and the query blocks of its group that meet it."""
-
-    key_block: Int32
-    key_head: Int32
-    batch: Int32
-    group: Int32
-    query_heads: Int32
-    row_blocks: Int32
-    ranges: BlockRanges
-    first_block: Int32
-    end_block: Int32
-
-    @property
-    def steps(self) -> Int32:
-        return (self.end_block - self.first_block) * self.group
-
-    @property
-    def first_head(self) -> Int32:
-        return self.key_head * self.group
-
-    def scratch_block(self, head: Int32, m: Int32) -> Int32:
-        """Index of a query block in the scratch buffers."""
-        return (self.batch * self.query_heads + head) * self.row_blocks + m
-
-    @property
-    def start_block(self) -> Int32:
-        """Query block of the first step of every head; steps go down from here."""
-        return self.end_block - 1
-
-    def next_block(self, head: Int32, m: Int32) -> tuple[Int32, Int32]:
-        """The step after (query head, query block)."""
-        last = m == self.first_block
-        return head + Int32(last), choose(last, self.start_block, m - 1)
 
 
 class BackwardMain:
@@ -99,29 +62,12 @@ class BackwardMain:
         """Launches one kernel. Global tensors are (batch, rows, heads, head dim), contiguous."""
         c = self.config
         layouts = shared_layouts(c)
-
-        def by_head(tensor: cute.Tensor) -> cute.Tensor:
-            return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 3, 2, 0]))
-
-        def load_atom(tensor: cute.Tensor, name: str, rows: int, columns: int):
-            layout = layouts[name]
-            if const_expr(cute.rank(layout) == 3):
-                layout = cute.slice_(layout, (None, None, 0))
-            return cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), by_head(tensor), layout, (rows, columns)
-            )
-
-        def store_atom(tensor: cute.Tensor, name: str, columns: int):
-            return cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), by_head(tensor), layouts[name], (c.tile_n, columns)
-            )
-
-        query_tma, query_t = load_atom(query, "query", c.tile_m, c.head_dim)
-        key_tma, key_t = load_atom(key, "key", c.tile_n, c.head_dim)
-        value_tma, value_t = load_atom(value, "value", c.tile_n, c.head_dim_v)
-        dout_tma, dout_t = load_atom(dout, "dout", c.tile_m, c.head_dim_v)
-        dkey_tma, dkey_t = store_atom(dkey, "key", c.head_dim)
-        dvalue_tma, dvalue_t = store_atom(dvalue, "value", c.head_dim_v)
+        query_tma, query_t = load_atom(query, layouts["query"], c.tile_m, c.head_dim)
+        key_tma, key_t = load_atom(key, layouts["key"], c.tile_n, c.head_dim)
+        value_tma, value_t = load_atom(value, layouts["value"], c.tile_n, c.head_dim_v)
+        dout_tma, dout_t = load_atom(dout, layouts["dout"], c.tile_m, c.head_dim_v)
+        dkey_tma, dkey_t = store_atom(dkey, layouts["key"], c.tile_n, c.head_dim)
+        dvalue_tma, dvalue_t = store_atom(dvalue, layouts["value"], c.tile_n, c.head_dim_v)
         self.kernel(
             query_tma,
             query_t,
@@ -206,7 +152,8 @@ class BackwardMain:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        work = self.work(query, key, batch_info, query_offset, left, right, group, pairs, pairs_together)
+        mask = MaskBounds(batch_info, query_offset, left, right)
+        work = key_block_work(c, query.shape[0], key, mask, group, pairs, pairs_together)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == Warp.LOAD:
@@ -226,46 +173,6 @@ class BackwardMain:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consume(c, work, shared, (dkey_tma, dkey), (dvalue_tma, dvalue), scale, scale_log2)
-
-    def work(self, query, key, batch_info, query_offset, left, right, group, pairs, pairs_together) -> Work:
-        """Decodes the block index.
-
-        (batch, key head) pairs go in teams of ``pairs_together``. In a team the key block is the slow index, ascending:
-        CTAs that run at the same time mostly work on different heads, and a dQ block takes its key blocks in the order
-        in which their CTAs start, so that a CTA waits only for CTAs started before it. For causal masks this is also
-        longest first. Query blocks go down: under a causal mask or a window the last one that a key block meets is
-        never met earlier by the key block before it, so a CTA that starts together with its predecessor in the order
-        runs behind it and does not wait for it to come by.
-        """
-        c = self.config
-        rows_q, rows_k = query.shape[0], key.shape[0]
-        key_blocks = cute.ceil_div(rows_k, c.tile_n)
-        index, _, _ = cute.arch.block_idx()
-        team = index // (pairs_together * key_blocks)
-        rest = index - team * pairs_together * key_blocks
-        team_size = cutlass.min(pairs_together, pairs - team * pairs_together)
-        key_block = rest // team_size
-        pair = team * pairs_together + rest - key_block * team_size
-        key_heads = key.shape[2]
-        batch = pair // key_heads
-        key_head = pair - batch * key_heads
-        q_len, kv_len, offset = rows_q, rows_k, query_offset
-        if const_expr(c.varlen):
-            info = cute.make_tensor(batch_info + batch * 4, cute.make_layout(4))
-            q_len, kv_len, offset = info[0], info[1], info[2]
-        ranges = BlockRanges(c.tile_m, c.tile_n, c.mask, q_len, kv_len, offset, left, right)
-        first_block, end_block = ranges.query_blocks(key_block)
-        return Work(
-            key_block=key_block,
-            key_head=key_head,
-            batch=batch,
-            group=group,
-            query_heads=key_heads * group,
-            row_blocks=cute.ceil_div(rows_q, c.tile_m),
-            ranges=ranges,
-            first_block=first_block,
-            end_block=end_block,
-        )
 
 
 def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -18,8 +18,12 @@ from jax_fa4.kernels.spec import KernelSpec
 ELEMENT = 2
 """Bytes of a bfloat16 or float16 element."""
 
-TEAM_BYTES = 48 << 20
-"""Q, dO and float32 dQ of the heads that are worked on at the same time: about the size of the L2."""
+TEAM_BYTES = {"none": 24 << 20, "causal": 32 << 20, "window": 24 << 20}
+"""Q, dO and float32 dQ of the heads that are worked on at the same time, by mask: about half of the L2. Fewer heads
+would make CTAs of one head wait for each other more, more heads would miss in the L2 (measured on an H200)."""
+
+LEAST_TEAM = 2
+"""Heads that are worked on at the same time however long they are: the first CTAs of a head start behind each other."""
 
 PREPROCESS_THREADS = 128
 POSTPROCESS_THREADS = DQ_CHUNKS * WARPGROUP
@@ -74,6 +78,11 @@ def kinds(problem: ForwardProblem) -> tuple[str, ...]:
     return ("backward_preprocess", "backward_main", "backward_postprocess")
 
 
+def counts_turns(preprocess: KernelSpec) -> bool:
+    """Whether the preprocess kernel of this spec clears the counters ``turn``."""
+    return preprocess.deterministic and bool(preprocess.tile.option("turns"))
+
+
 def scratch_shapes(specs: Sequence[KernelSpec], problem: ForwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
     """Scratch results of the call after dquery, dkey, dvalue: name to (shape, dtype), in order.
 
@@ -99,53 +108,91 @@ def backward_steps(specs: Sequence[KernelSpec], problem: ForwardProblem) -> tupl
     main = specs[1]
     config = MainConfig.of(main)
     buffers = BackwardBuffers.of(main.varlen, main.deterministic)
-    rows, keys = problem.batch * problem.seqlen_q, problem.batch * problem.seqlen_k
-    if not rows or not keys:
-        results = (
-            (buffers.dquery, rows * problem.heads * problem.head_dim),
-            (buffers.dkey, keys * problem.kv_heads * problem.head_dim),
-            (buffers.dvalue, keys * problem.kv_heads * problem.head_dim_v),
-        )
-        return tuple(Fill(buffer, count * ELEMENT) for buffer, count in results if count)
+    if is_empty(problem):
+        return clear_gradients(problem, buffers.dquery, buffers.dkey, buffers.dvalue)
     steps: list[Kernel | Fill] = []
     if not main.deterministic:
         steps.append(Fill(buffers.dq_accum, _sizes(main, problem).dq_accum * 4))
     steps += [
-        _preprocess(config, buffers, problem),
+        preprocess_kernel(config.tile_m, _preprocess_buffers(buffers), problem),
         _main(config, buffers, problem),
         _postprocess(config, buffers, problem),
     ]
     return tuple(steps)
 
 
+def is_empty(problem: ForwardProblem) -> bool:
+    """Whether there are no query rows or no keys."""
+    return 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
+
+
+def clear_gradients(problem: ForwardProblem, dquery: int, dkey: int, dvalue: int) -> tuple[Fill, ...]:
+    """Fills of zero for those results that have elements."""
+    rows, keys = problem.batch * problem.seqlen_q, problem.batch * problem.seqlen_k
+    results = (
+        (dquery, rows * problem.heads * problem.head_dim),
+        (dkey, keys * problem.kv_heads * problem.head_dim),
+        (dvalue, keys * problem.kv_heads * problem.head_dim_v),
+    )
+    return tuple(Fill(buffer, count * ELEMENT) for buffer, count in results if count)
+
+
+def _preprocess_buffers(b: BackwardBuffers) -> tuple[int | None, ...]:
+    return (b.out, b.dout, b.lse, b.dlse, b.lse2, b.delta, b.turn, b.batch_info)
+
+
 def _sizes(main: KernelSpec, problem: ForwardProblem) -> ScratchSizes:
     return ScratchSizes.of(problem.batch, problem.heads, problem.seqlen_q, MainConfig.of(main).dq_block)
 
 
-def _pointers(*buffers: int | None) -> list[Parameter]:
+def pointers(*buffers: int | None) -> list[Parameter]:
     return [Tensor(buffer) for buffer in buffers if buffer is not None]
 
 
-def _ints(*values: int) -> list[Parameter]:
+def integers(*values: int) -> list[Parameter]:
     return [Scalars("i", (value,)) for value in values]
 
 
-def _row_block_grid(config: MainConfig, problem: ForwardProblem) -> tuple[int, int, int]:
-    return (-(-problem.seqlen_q // config.tile_m) * problem.heads * problem.batch, 1, 1)
+def _row_block_grid(tile_m: int, problem: ForwardProblem) -> tuple[int, int, int]:
+    return (-(-problem.seqlen_q // tile_m) * problem.heads * problem.batch, 1, 1)
 
 
-def _preprocess(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Kernel:
+def preprocess_kernel(tile_m: int, buffers: tuple[int | None, ...], problem: ForwardProblem) -> Kernel:
+    """Launch of artefact 0; buffers out, dout, lse, dlse, lse2, delta, turn or None, batch_info or None."""
     return Kernel(
         artefact=0,
-        grid=_row_block_grid(config, problem),
+        grid=_row_block_grid(tile_m, problem),
         block=(PREPROCESS_THREADS, 1, 1),
         cluster=(1, 1, 1),
         shared_bytes=0,
-        parameters=(
-            *_pointers(b.out, b.dout, b.lse, b.dlse, b.lse2, b.delta, b.turn, b.batch_info),
-            *_ints(problem.seqlen_q, problem.heads, problem.head_dim_v),
-        ),
+        parameters=(*pointers(*buffers), *integers(problem.seqlen_q, problem.heads, problem.head_dim_v)),
     )
+
+
+def tile_map(
+    problem: ForwardProblem, buffer: int, rows: int, heads: int, width: int, box_rows: int
+) -> tuple[TensorMap, Scalars]:
+    """Parameters of one TMA atom on a (batch, rows, heads, width) buffer: its map and its coordinate tensor."""
+    head_bytes = width * ELEMENT
+    return (
+        TensorMap(
+            buffer,
+            problem.dtype,
+            dims=(width, rows, heads, problem.batch),
+            strides=(heads * head_bytes, head_bytes, rows * heads * head_bytes),
+            box=(SWIZZLE_ROW, box_rows, 1, 1),
+            swizzle=SWIZZLE_128B,
+        ),
+        Scalars("iiii", (rows, width, heads, problem.batch)),
+    )
+
+
+def team_size(pairs: int, wanted: int, least: int = 1) -> int:
+    """(batch, head) pairs in a team: the largest divisor of ``pairs`` up to ``wanted`` (at least ``least``), since a
+    smaller last team would leave multiprocessors idle; where divisors are rare, ``wanted`` itself."""
+    wanted = min(pairs, max(least, wanted))
+    divisor = max(size for size in range(1, wanted + 1) if pairs % size == 0)
+    return divisor if 2 * divisor > wanted else wanted
 
 
 def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Kernel:
@@ -153,7 +200,7 @@ def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Ke
     pair_bytes = (
         problem.group * problem.seqlen_q * ((config.head_dim + config.head_dim_v) * ELEMENT + config.head_dim * 4)
     )
-    pairs_together = min(pairs, max(1, TEAM_BYTES // pair_bytes))
+    pairs_together = team_size(pairs, TEAM_BYTES[config.mask] // pair_bytes, LEAST_TEAM)
     maps = (
         (b.query, problem.seqlen_q, problem.heads, problem.head_dim, config.tile_m),
         (b.key, problem.seqlen_k, problem.kv_heads, problem.head_dim, config.tile_n),
@@ -164,24 +211,13 @@ def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Ke
     )
     parameters: list[Parameter] = []
     for buffer, rows, heads, width, box_rows in maps:
-        head_bytes = width * ELEMENT
-        parameters += [
-            TensorMap(
-                buffer,
-                problem.dtype,
-                dims=(width, rows, heads, problem.batch),
-                strides=(heads * head_bytes, head_bytes, rows * heads * head_bytes),
-                box=(SWIZZLE_ROW, box_rows, 1, 1),
-                swizzle=SWIZZLE_128B,
-            ),
-            Scalars("iiii", (rows, width, heads, problem.batch)),
-        ]
-    parameters += _pointers(b.lse2, b.delta, b.dq_accum, b.turn, b.batch_info)
-    parameters += _ints(problem.query_offset)
+        parameters += tile_map(problem, buffer, rows, heads, width, box_rows)
+    parameters += pointers(b.lse2, b.delta, b.dq_accum, b.turn, b.batch_info)
+    parameters += integers(problem.query_offset)
     if config.mask == "window":
-        parameters += _ints(problem.left, problem.right)
+        parameters += integers(problem.left, problem.right)
     parameters += [Scalars("f", (problem.scale,)), Scalars("f", (problem.scale_log2,))]
-    parameters += _ints(problem.group, pairs, pairs_together)
+    parameters += integers(problem.group, pairs, pairs_together)
     return Kernel(
         artefact=1,
         grid=(-(-problem.seqlen_k // config.tile_n) * pairs, 1, 1),
@@ -195,14 +231,14 @@ def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Ke
 def _postprocess(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Kernel:
     return Kernel(
         artefact=2,
-        grid=_row_block_grid(config, problem),
+        grid=_row_block_grid(config.tile_m, problem),
         block=(POSTPROCESS_THREADS, 1, 1),
         cluster=(1, 1, 1),
         shared_bytes=postprocess_shared_bytes(config.dq_block),
         parameters=(
-            *_pointers(b.dq_accum, b.turn, b.dquery),
+            *pointers(b.dq_accum, b.turn, b.dquery),
             Scalars("f", (problem.scale,)),
-            *_ints(problem.seqlen_q, problem.heads, problem.head_dim),
+            *integers(problem.seqlen_q, problem.heads, problem.head_dim),
         ),
     )
 

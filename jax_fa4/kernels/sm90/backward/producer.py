@@ -7,20 +7,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
-from cutlass.cute.nvgpu import cpasync
 
 from jax_fa4.kernels.sm90.backward.config import MainConfig
 from jax_fa4.kernels.sm90.backward.ptx import bulk_load
-
-
-def _tiles(atom_and_tensor: tuple[Any, cute.Tensor], shared: cute.Tensor, batch: Any, tile: tuple[int, int]):
-    """(atom, shared tile[, stage], global tiles by (row block, 0, head))."""
-    atom, tensor = atom_and_tensor
-    blocks = cute.flat_divide(tensor[None, None, None, batch], tile)
-    target, source = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
-    )
-    return atom, target, source
+from jax_fa4.kernels.sm90.backward.tiles import tiles
 
 
 @cute.jit
@@ -36,10 +26,10 @@ def load(
     delta: cute.Pointer,
 ) -> None:
     """Runs in one warp. Step ``i`` uses stage ``i % stages``; every phase bit follows from ``i``."""
-    query_tma, query_to, query_from = _tiles(query, shared.query, work.batch, (c.tile_m, c.head_dim))
-    key_tma, key_to, key_from = _tiles(key, shared.key, work.batch, (c.tile_n, c.head_dim))
-    value_tma, value_to, value_from = _tiles(value, shared.value, work.batch, (c.tile_n, c.head_dim_v))
-    dout_tma, dout_to, dout_from = _tiles(dout, shared.dout, work.batch, (c.tile_m, c.head_dim_v))
+    query_tma, query_to, query_from = tiles(query, shared.query, work.batch, (c.tile_m, c.head_dim))
+    key_tma, key_to, key_from = tiles(key, shared.key, work.batch, (c.tile_n, c.head_dim))
+    value_tma, value_to, value_from = tiles(value, shared.value, work.batch, (c.tile_n, c.head_dim_v))
+    dout_tma, dout_to, dout_from = tiles(dout, shared.dout, work.batch, (c.tile_m, c.head_dim_v))
 
     if work.steps > 0:
         with cute.arch.elect_one():

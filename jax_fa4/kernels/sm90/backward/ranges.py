@@ -82,6 +82,15 @@ class BlockRanges:
         high = choose(key < self.kv_len, high, Int32(-(2**30)))
         return low, high
 
+    def column_bounds(self, row: Int32, n: Int32) -> tuple[Int32, Int32]:
+        """Half-open range of keys, relative to the start of key block ``n``, that query ``row`` sees."""
+        low, high = Int32(0), self.kv_len
+        if const_expr(self.right is not None):
+            high = cutlass.min(high, row + self.offset + self.right + 1)
+        if const_expr(self.left is not None):
+            low = row + self.offset - self.left
+        return low - n * self.tile_n, high - n * self.tile_n
+
 
 def _blocks(position: Int32, tile: int) -> Int32:
     """Blocks of ``tile`` that end at or before ``position`` (0 for negative positions)."""

@@ -1,0 +1,105 @@
+"""What one CTA of a backward kernel does, decoded from its block index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from jax_fa4.kernels.sm90.backward.ranges import BlockRanges, choose
+
+
+@dataclass(frozen=True)
+class MaskBounds:
+    """Run-time mask parameters of a launch: int32 (batch, 4) ``batch_info`` or None, scalars."""
+
+    batch_info: cute.Pointer | None
+    query_offset: Int32
+    left: Int32 | None
+    right: Int32 | None
+
+    def ranges(self, c: Any, batch: Int32, rows_q: Int32, rows_k: Int32) -> BlockRanges:
+        """Block ranges of one batch entry."""
+        q_len, kv_len, offset = rows_q, rows_k, self.query_offset
+        if const_expr(c.varlen):
+            info = cute.make_tensor(self.batch_info + batch * 4, cute.make_layout(4))
+            q_len, kv_len, offset = info[0], info[1], info[2]
+        return BlockRanges(c.tile_m, c.tile_n, c.mask, q_len, kv_len, offset, self.left, self.right)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one CTA does: a key block of one key head, and the query blocks of its group that meet it."""
+
+    key_block: Int32
+    key_head: Int32
+    batch: Int32
+    group: Int32
+    query_heads: Int32
+    row_blocks: Int32
+    ranges: BlockRanges
+    first_block: Int32
+    end_block: Int32
+
+    @property
+    def steps(self) -> Int32:
+        return (self.end_block - self.first_block) * self.group
+
+    @property
+    def first_head(self) -> Int32:
+        return self.key_head * self.group
+
+    def scratch_block(self, head: Int32, m: Int32) -> Int32:
+        """Index of a query block in the scratch buffers."""
+        return (self.batch * self.query_heads + head) * self.row_blocks + m
+
+    @property
+    def start_block(self) -> Int32:
+        """Query block of the first step of every head; steps go down from here."""
+        return self.end_block - 1
+
+    def next_block(self, head: Int32, m: Int32) -> tuple[Int32, Int32]:
+        """The step after (query head, query block)."""
+        last = m == self.first_block
+        return head + Int32(last), choose(last, self.start_block, m - 1)
+
+
+def key_block_work(
+    c: Any, rows_q: Int32, key: cute.Tensor, mask: MaskBounds, group: Int32, pairs: Int32, pairs_together: Int32
+) -> Work:
+    """Decodes the block index.
+
+    (batch, key head) pairs go in teams of ``pairs_together``. In a team the key block is the slow index, ascending:
+    CTAs that run at the same time mostly work on different heads, and a dQ block takes its key blocks in the order
+    in which their CTAs start, so that a CTA waits only for CTAs started before it. For causal masks this is also
+    longest first. Query blocks go down: under a causal mask or a window the last one that a key block meets is
+    never met earlier by the key block before it, so a CTA that starts together with its predecessor in the order
+    runs behind it and does not wait for it to come by.
+    """
+    rows_k = key.shape[0]
+    key_blocks = cute.ceil_div(rows_k, c.tile_n)
+    index, _, _ = cute.arch.block_idx()
+    team = index // (pairs_together * key_blocks)
+    rest = index - team * pairs_together * key_blocks
+    team_size = cutlass.min(pairs_together, pairs - team * pairs_together)
+    key_block = rest // team_size
+    pair = team * pairs_together + rest - key_block * team_size
+    key_heads = key.shape[2]
+    batch = pair // key_heads
+    key_head = pair - batch * key_heads
+    ranges = mask.ranges(c, batch, rows_q, rows_k)
+    first_block, end_block = ranges.query_blocks(key_block)
+    return Work(
+        key_block=key_block,
+        key_head=key_head,
+        batch=batch,
+        group=group,
+        query_heads=key_heads * group,
+        row_blocks=cute.ceil_div(rows_q, c.row_padding) * (c.row_padding // c.tile_m),
+        ranges=ranges,
+        first_block=first_block,
+        end_block=end_block,
+    )
