@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("jax_fa4 compile: no kernel of the standard set matches these arguments", file=sys.stderr)
         return 2
     if compiler.dsl_version() is None:
-        print(f"jax_fa4 compile: needs {compiler.DSL_DISTRIBUTION} (pip install it)", file=sys.stderr)
+        print(f"jax_fa4 compile: needs {compiler.DSL_DISTRIBUTION}: pip install 'jax-fa4[compile]'", file=sys.stderr)
         return 2
     folder = arguments.out if arguments.out is not None else store.default_cache()
     failures = compile_all(specs, folder, jobs=max(1, arguments.jobs), force=arguments.force)

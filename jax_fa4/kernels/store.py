@@ -97,7 +97,7 @@ class ArtefactStore:
         searched = ", ".join(str(folder) for folder in (BUNDLED, self.folder, cache) if folder is not None)
         return (
             f"no compiled kernel {spec.name} (searched {searched}). Make it with "
-            f"`pip install {compiler.DSL_DISTRIBUTION}` and "
+            "`pip install 'jax-fa4[compile]'` and "
             f"`python -m jax_fa4 compile --arch {spec.arch} --only {spec.kind.partition('_')[0]}`; "
             "neither needs a GPU, and --out DIR makes a folder that other machines can use"
         )
