@@ -54,14 +54,11 @@ def forward(config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
     dims = dims_of(operands)
     batch, rows, heads, cols = dims.batch, dims.query_length, dims.query_heads, dims.key_length
     dtype = accumulator_dtype(operands.query.dtype)
-    # Heads come before rows and a group's rows are one axis, so that each product is a plain batched one and only the
-    # small operands are transposed, never the scores.
-    merged, grouped = (batch, dims.key_heads, dims.group * rows), (batch, dims.key_heads, dims.group, rows)
+    # Heads come before rows, so that only the small operands are transposed, never the scores.
     query = jnp.reshape(operands.query, (batch, rows, dims.key_heads, dims.group, dims.head_dim))
-    query = jnp.reshape(jnp.transpose(query, (0, 2, 3, 1, 4)), (*merged, dims.head_dim))
+    query = jnp.transpose(query, (0, 2, 3, 1, 4))
     key, value = (jnp.transpose(x, (0, 2, 1, 3)) for x in (operands.key, operands.value))
-    scores = einsum("bkmh,bknh->bkmn", query, key, dtype) * scale_of(config, operands, dtype)
-    scores = jnp.reshape(scores, (*grouped, cols))
+    scores = einsum("bkgth,bksh->bkgts", query, key, dtype) * scale_of(config, operands, dtype)
     if operands.bias is not None:
         scores = scores + group_heads(operands.bias, dims.key_heads).astype(dtype)
     if config.logits_soft_cap is not None:
@@ -73,10 +70,9 @@ def forward(config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
     if operands.sinks is not None:
         sinks = jnp.reshape(operands.sinks.astype(dtype), (1, dims.key_heads, dims.group, 1))
     weights, lse = _softmax(scores, sinks)
-    weights = jnp.reshape(weights.astype(value.dtype), (*merged, cols))
-    out = jnp.reshape(einsum("bkmn,bknh->bkmh", weights, value, dtype), (batch, heads, rows, dims.head_dim_v))
-    out = jnp.transpose(out, (0, 2, 1, 3)).astype(operands.query.dtype)
-    return out, jnp.reshape(lse, (batch, heads, rows))
+    out = einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, dtype)
+    out = jnp.reshape(out, (batch, heads, rows, dims.head_dim_v))
+    return jnp.transpose(out, (0, 2, 1, 3)).astype(operands.query.dtype), jnp.reshape(lse, (batch, heads, rows))
 
 
 IMPLEMENTATION = Implementation(name="xla", forward=forward, backward=None)
