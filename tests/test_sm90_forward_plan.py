@@ -11,8 +11,9 @@ from jax_fa4.ffi.plan import Fill, Kernel, Scalars, Tensor, TensorMap
 from jax_fa4.kernels.artefact import Artefact, ArtefactError, Parameter
 from jax_fa4.kernels.plans import MINUS_INFINITY_BITS, forward_plan, parameter_bytes
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
+from jax_fa4.kernels.select import forward_specs
 from jax_fa4.kernels.sm90.forward.layout import SHARED_LIMIT, ForwardLayout
-from jax_fa4.kernels.spec import MASKS, PADDED_HEAD_DIMS, KernelSpec, Tile
+from jax_fa4.kernels.spec import MASKS, PADDED_HEAD_DIMS, KernelSpec, Tile, standard_specs
 
 INTEGERS = [
     *("seqlen_q", "seqlen_k", "query_offset", "left", "right", "group", "box_tokens"),
@@ -179,6 +180,19 @@ def test_tiles_fit(head_dim: int, head_dim_v: int, mask: str):
     assert layout.shared_bytes <= SHARED_LIMIT
     for offset in (layout.q_offset, layout.k_offset, layout.v_offset, layout.q_bytes, layout.k_bytes, layout.v_bytes):
         assert offset % 1024 == 0  # the swizzle pattern repeats every 1024 bytes of address
+
+
+@pytest.mark.parametrize(("seqlen_q", "tiles_m"), [(2047, 128), (2048, 192)])
+def test_long_queries_prefer_taller_tiles(seqlen_q: int, tiles_m: int):
+    """The last spec is the one that every release has; a preferred one fits the same problems."""
+    problem = make_problem(seqlen_q=seqlen_q, heads=2)
+    specs = forward_specs(problem, arch="sm_90a", mask="none", varlen=False)
+    assert specs[0].tile.m == tiles_m
+    assert specs[-1] == make_spec()
+    for spec in specs:
+        ForwardLayout(spec).check()
+        assert spec in standard_specs(["sm_90a"], ["forward"])
+        kernel_of(spec, problem)
 
 
 @pytest.mark.parametrize("tile", [Tile(96, 128), Tile(128, 100), Tile(128, 256, 4)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_fa4.kernels.problem import ForwardProblem
-from jax_fa4.kernels.spec import KernelSpec
+from jax_fa4.kernels.spec import LONG_QUERIES, KernelSpec, long_query_tile
 
 BOX_ROWS = {"sm_90a": 64, "sm_100f": 128}
 """Query rows that one TMA box brings to a warpgroup; a packed box holds whole groups of query heads."""
@@ -37,6 +37,9 @@ def forward_specs(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool
     single = spec(pack_gqa=False)
     if _packing_pays(problem, single.tile.m, BOX_ROWS[arch]):
         return spec(pack_gqa=True), single
+    long_tile = long_query_tile(single)
+    if long_tile is not None and problem.seqlen_q >= LONG_QUERIES:
+        return single.with_tile(long_tile), single
     return (single,)
 
 

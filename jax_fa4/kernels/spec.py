@@ -261,6 +261,19 @@ def _sm90_query_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     return Tile(m=128, n=64)
 
 
+LONG_QUERIES = 2048
+"""Query rows from which :func:`long_query_tile` counts: its taller tiles waste more of a short last tile."""
+
+_LONG_QUERY_TILES = {
+    ("sm_90a", "forward", 128, 128, "none"): Tile(m=192, n=80, stages=2),
+}
+
+
+def long_query_tile(spec: KernelSpec) -> Tile | None:
+    """A tile that is faster than the spec's own for at least :data:`LONG_QUERIES` query rows, None if there is none."""
+    return _LONG_QUERY_TILES.get((spec.arch, spec.kind, spec.head_dim, spec.head_dim_v, spec.mask))
+
+
 _TILE_TABLES = {
     ("sm_90a", "forward"): _sm90_forward_tile,
     ("sm_90a", "backward_preprocess"): _sm90_preprocess_tile,
@@ -301,6 +314,9 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                                 varlen=varlen,
                             )
                             specs.setdefault(spec)
+                            tile = long_query_tile(spec)
+                            if tile is not None:
+                                specs.setdefault(spec.with_tile(tile))
     return list(specs)
 
 

@@ -196,24 +196,32 @@ def cudnn_call(operands, causal: bool):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     query, key, value = (x.transpose(1, 2) for x in operands)
+    grouped = query.shape[1] != key.shape[1]
 
     def run() -> None:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
     return run
 
 
-def bench(artefacts: list[Artefact], cells: list[tuple[int, int]], sm_counts: list[int]) -> None:
-    """TFLOP/s on (batch, seqlen) cells with heads * head_dim = 2048, next to cuDNN through torch in the same rounds."""
+def bench(
+    artefacts: list[Artefact], cells: list[tuple[int, int]], sm_counts: list[int], heads_fixed: int, group: int
+) -> None:
+    """TFLOP/s on (batch, seqlen) cells next to cuDNN through torch in the same rounds.
+
+    ``heads_fixed`` query heads, 0 for 2048 / head_dim; ``group`` of them to a key/value head.
+    """
     groups: dict[tuple, list[Artefact]] = {}
     for artefact in artefacts:
         spec = artefact.spec
         groups.setdefault((spec.head_dim, spec.head_dim_v, spec.mask, spec.dtype), []).append(artefact)
     for (head_dim, head_dim_v, mask, dtype), group in groups.items():
         for batch, seqlen in cells:
-            heads = 2048 // head_dim
-            problem = ForwardProblem(batch, seqlen, seqlen, heads, heads, head_dim, head_dim_v, dtype, head_dim**-0.5)
+            heads = heads_fixed or 2048 // head_dim
+            problem = ForwardProblem(
+                batch, seqlen, seqlen, heads, heads // group, head_dim, head_dim_v, dtype, head_dim**-0.5
+            )
             operands = make_operands(problem, 0)
             causal = mask == "causal"
             flop = 2 * batch * heads * seqlen**2 * (head_dim + head_dim_v) * (0.5 if causal else 1)
@@ -240,6 +248,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cells", default="32x512,8x2048,2x8192,1x16384")
     parser.add_argument("--sm-counts", default="132")
+    parser.add_argument("--heads", type=int, default=0)
+    parser.add_argument("--group", type=int, default=1)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.zeros(1, device="cuda")
@@ -247,7 +257,8 @@ def main() -> None:
     if arguments.what == "check":
         raise SystemExit(1 if check(artefacts, arguments.count, arguments.seed) else 0)
     cells = [tuple(map(int, cell.split("x"))) for cell in arguments.cells.split(",")]
-    bench(artefacts, cells, [int(count) for count in arguments.sm_counts.split(",")])
+    sm_counts = [int(count) for count in arguments.sm_counts.split(",")]
+    bench(artefacts, cells, sm_counts, arguments.heads, arguments.group)
 
 
 if __name__ == "__main__":
