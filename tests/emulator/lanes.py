@@ -269,7 +269,7 @@ def fma(a, b, c):
 def round_exact(s, e, mode):
     """float32 rounding of the exact value s + e (float64 s, error term e) in mode rn, rz, rm or rp."""
     r = s.astype(f4)
-    d = np.where(np.isfinite(r), (s - r) + e, 0)
+    d = np.where(np.isfinite(s), (s - r) + e, 0)  # an overflow to infinity went too far
     if mode == "rm":
         r = np.where(d < 0, np.nextafter(r, f4(-np.inf)), r)
     elif mode == "rp":
