@@ -191,7 +191,8 @@ def floats():
 def rounded(value: Fraction, mode: str) -> float:
     """A finite exact value rounded to float32 by definition: the neighbours come from the nearest float32."""
     try:
-        near = np.float32(float(value))
+        with np.errstate(over="ignore"):
+            near = np.float32(float(value))
     except OverflowError:
         near = np.float32(np.inf if value > 0 else -np.inf)
     if not np.isfinite(near):

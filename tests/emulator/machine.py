@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .adversary import Adversary
-from .errors import DeadlockError, EmulatorError
+from .errors import DeadlockError, EmulatorError, SyncError
 from .memory import GlobalMemory, Region
 from .race import PROXY_SHARED, Columns, Shadow
 from .sync import AsyncAction, ClusterBarrier, Mbarrier, NamedBarrier, Waitable
@@ -48,6 +48,17 @@ class Cta:
         self.warps: list[Warp] = []
         self.units: dict[str, object] = {}  # per-CTA units such as "tcgen05", made on first use
         self.live = 0
+
+    def finish(self) -> None:
+        """The last warp has exited: nothing may be left half done."""
+        for unit in self.units.values():
+            unit.finish()  # type: ignore[attr-defined]
+        for offset, barrier in self.mbarriers.items():
+            if barrier.tx:
+                raise SyncError(f"CTA {self.ctaid} exits with bytes outstanding on {barrier.report()} at {offset:#x}")
+        for named in self.named.values():
+            if named.arrived:
+                raise SyncError(f"CTA {self.ctaid} exits with {named.report()}")
 
     def named_barrier(self, number: int) -> NamedBarrier:
         found = self.named.get(number)
@@ -150,8 +161,7 @@ class Machine:
         if barrier.advance():
             self.changed(barrier)
         if cta.live == 0:
-            for unit in cta.units.values():
-                unit.finish()  # type: ignore[attr-defined]
+            cta.finish()
 
     def run(self) -> None:
         """Runs the grid to its end. Raises an :class:`EmulatorError` for anything wrong."""

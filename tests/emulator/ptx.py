@@ -201,7 +201,7 @@ class _Body:
             elif kind == "label":
                 self.kernel.labels[scope.resolve(text)] = len(self.kernel.instructions)
             elif text.startswith("."):
-                if not text.startswith((".reg", ".pragma", ".loc", ".file", ".branchtargets")):
+                if text.split(None, 1)[0] not in (".reg", ".pragma", ".loc", ".file", ".branchtargets"):
                     variable = parse_variable(text)
                     self.kernel.variables[variable.name] = variable
             else:

@@ -146,7 +146,11 @@ class WarpMemory:
     def ldmatrix(self, address, count: int, transpose: bool, mask) -> np.ndarray:
         """``ldmatrix.m8n8.x<count>.b16``: (count, 32) uint32; lane 8i+r gives the address of row r of matrix i."""
         address = np.broadcast_to(np.asarray(address, np.int64), 32)
-        rows = self.ld("shared", address[: 8 * count].astype(u4), 8, 2, np.ones(8 * count, bool))
+        rows = np.zeros((2, 8 * count), u8)
+        groups = self._offsets("shared", address[: 8 * count], FULL)
+        self.count_access("shared", groups, 16, "read")
+        for region, where, offsets in groups:
+            rows[:, slice(None) if where is None else where] = load(region, offsets, 8, 2, self.generic, self.line)
         halves = np.ascontiguousarray(rows.T).view(np.uint16).reshape(count, 8, 8)
         if transpose:
             halves = halves.transpose(0, 2, 1)
