@@ -216,7 +216,7 @@ def bench(
     for artefact in artefacts:
         spec = artefact.spec
         groups.setdefault((spec.head_dim, spec.head_dim_v, spec.mask, spec.dtype), []).append(artefact)
-    for (head_dim, head_dim_v, mask, dtype), group in groups.items():
+    for (head_dim, head_dim_v, mask, dtype), variants in groups.items():
         for batch, seqlen in cells:
             heads = heads_fixed or 2048 // head_dim
             problem = ForwardProblem(
@@ -226,7 +226,7 @@ def bench(
             causal = mask == "causal"
             flop = 2 * batch * heads * seqlen**2 * (head_dim + head_dim_v) * (0.5 if causal else 1)
             names, runs = ["cudnn"], [cudnn_call(operands, causal)]
-            for artefact in group:
+            for artefact in variants:
                 for sm_count in sm_counts:
                     names.append(f"{artefact.spec.tile.name}{'' if sm_count < 1000 else '/grid'}")
                     runs.append(Call(artefact, problem, operands, sm_count=sm_count))
