@@ -131,9 +131,12 @@ class Result:
     reports: list[Report] = field(default_factory=list)
 
 
-def run_forward(case: ForwardCase, operands, options: Options, ptx: str | None = None) -> Result:
-    """Runs a forward in the emulator. ``ptx`` replaces the artefact's text (for mutants of it)."""
-    kernel = artefact(case.spec)
+def run_forward(
+    case: ForwardCase, operands, options: Options, ptx: str | None = None, kernel: Artefact | None = None
+) -> Result:
+    """Runs a forward in the emulator. ``ptx`` replaces the artefact's text (for mutants of it); ``kernel`` is the
+    artefact, by default the one that the tests compile."""
+    kernel = kernel or artefact(case.spec)
     plan = forward_plan(kernel, case.problem, sm_count=case.multiprocessors)
     out = np.full((*operands[0].shape[:3], operands[2].shape[3]), np.nan, operands[0].dtype)
     lse = np.full((case.batch, case.heads, case.seqlen_q), np.nan, np.float32)
