@@ -11,7 +11,7 @@ from jax_fa4.ffi.plan import LaunchPlan
 from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.plans import forward_plan
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
-from jax_fa4.kernels.spec import KernelSpec
+from jax_fa4.kernels.spec import KernelSpec, Tile
 from jax_fa4.kernels.store import default_store
 from tests.cases import Case, assert_close, plain_attention, visible
 from tests.emulator.launch import Options, Report, executor
@@ -47,7 +47,7 @@ def mask_kind(arguments: dict) -> tuple[str, int, int]:
     return "window", left, min(right, 0) if causal else right
 
 
-def prepare(case: Case, arch: str, arrays: dict, *, pack_gqa: bool = False, sm_count: int | None = None) -> Launch:
+def prepare(case: Case, arch: str, arrays: dict, *, pack_gqa=False, sm_count=None, tile: Tile | None = None) -> Launch:
     """The launch for a case; ``arrays`` has query, key, value. A small ``sm_count`` gives CTAs several tiles each."""
     arguments = case.mask_arguments()
     mask, left, right = mask_kind(arguments)
@@ -62,6 +62,7 @@ def prepare(case: Case, arch: str, arrays: dict, *, pack_gqa: bool = False, sm_c
         mask=mask,
         varlen=varlen,
         pack_gqa=pack_gqa,
+        tile=tile,
     )
     problem = ForwardProblem(
         batch=case.batch,

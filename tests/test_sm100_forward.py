@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jax_fa4.kernels.spec import sm100_pair_tile
 from tests.cases import Case, sample_cases
 from tests.emulated import check, prepare, ramped
 from tests.emulator.launch import Options
@@ -28,7 +29,7 @@ def run(case: Case, seed: int, growth: float = 0.0, **options) -> None:
     if growth:
         arrays = ramped(arrays, growth)
     launch = prepare(case, ARCH, arrays, pack_gqa=packs(case), **options)
-    out, lse, _ = launch.run(Options(seed=seed))
+    out, lse, _ = launch.run(Options(seed=seed, tensor_fences=True))
     check(case, arrays, out, lse)
 
 
@@ -56,6 +57,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_problem(sampled):
     run(sampled, seed=sampled.seed % 1000, sm_count=3)
+
+
+PAIRED = (
+    (Case((600, 300), (128, 128), "none", "1", "bfloat16", batch=1), 1.0),
+    (Case((700, 300), (192, 128), "none", "1", "float16", batch=1), 0.0),
+    (Case((300, 300), (256, 256), "causal", "1", "bfloat16", batch=1), 0.0),
+    (Case((40, 300), (128, 128), "causal_lengths", "4", "bfloat16"), 0.0),
+)
+"""The same for pairs of CTAs, where products, arrivals and bytes cross from one to the other."""
+
+
+@pytest.mark.parametrize(("case", "growth"), PAIRED, ids=lambda value: getattr(value, "name", None))
+def test_pairs(case, growth, seed):
+    run(case, seed, growth, sm_count=2, tile=sm100_pair_tile(*case.head_dims))
 
 
 @pytest.mark.parametrize(("case", "growth"), RACING, ids=lambda value: getattr(value, "name", None))

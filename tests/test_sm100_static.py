@@ -7,7 +7,7 @@ import pytest
 from jax_fa4.kernels.sm100.forward.config import SHARED_LIMIT, ForwardConfig
 from jax_fa4.kernels.sm100.forward.edges import edge_specs
 from jax_fa4.kernels.sm100.forward.shared import SharedMap
-from jax_fa4.kernels.spec import KernelSpec, standard_specs
+from jax_fa4.kernels.spec import KernelSpec, sm100_pair_tile, standard_specs
 from jax_fa4.kernels.store import default_store
 from tests import sass
 from tests.cases import Case
@@ -28,6 +28,10 @@ MMA_CYCLES = {(64, 64): 1024, (128, 128): 2048, (192, 128): 2560, (256, 256): 20
 The shared-memory cycles of its operands: the score product reads Q and K, the other reads V (P is in tensor memory)."""
 
 SHARED_CYCLES = {(64, 64): 768, (128, 128): 1536, (192, 128): 2048, (256, 256): 1536}
+
+
+PAIR_SHARED_CYCLES = {(128, 128): 1024, (192, 128): 1408, (256, 256): 1024}
+"""The same for pairs: a CTA reads its own Q, and half of K and V."""
 
 
 def make_spec(head_dims: tuple[int, int], mask: str = "none", **fields) -> KernelSpec:
@@ -95,19 +99,25 @@ def test_mma_instructions(compiled):
     assert length <= 12 * per_block
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
-def test_work_per_key_block(head_dims):
-    """The emulator's counters, as the difference between eight key blocks and four, on the units of section 9."""
-    config = ForwardConfig.from_spec(make_spec(head_dims))
-    rows = ROW * config.q_stages
+def test_work_per_key_block(head_dims, ctas):
+    """The emulator's counters for one CTA: eight key blocks less four, on the design's units."""
+    tile = None if ctas == 1 else sm100_pair_tile(*head_dims)
+    if ctas == 2 and tile is None:
+        assert head_dims == (64, 64)
+        return
+    config = ForwardConfig.from_spec(make_spec(head_dims, tile=tile))
+    rows = ROW * config.q_stages * ctas
     busy = []
     for blocks in (4, 8):
         case = Case((rows, ROW * blocks), head_dims, "none", "1", "bfloat16", batch=1)
-        _, _, report = prepare(case, ARCH, case.operands()).run(Options(detect_races=False))
+        _, _, report = prepare(case, ARCH, case.operands(), tile=tile).run(Options(detect_races=False))
         busy.append(cycles(report, B200))
-    heads = 2
+    heads = 2 * ctas
     unit = {name: (getattr(busy[1], name) - getattr(busy[0], name)) / (4 * heads) for name in vars(busy[0])}
+    shared = SHARED_CYCLES if ctas == 1 else PAIR_SHARED_CYCLES
     assert unit["mma"] == MMA_CYCLES[head_dims]
-    assert unit["shared_mma"] == pytest.approx(SHARED_CYCLES[head_dims], rel=0.05)
-    exponentials = rows * (ROW - ROW // 16 * config.exp2_fma_pairs + 1)
+    assert unit["shared_mma"] == pytest.approx(shared[head_dims], rel=0.05)
+    exponentials = rows // ctas * (ROW - ROW // 16 * config.exp2_fma_pairs + 1)
     assert unit["mufu"] == pytest.approx(exponentials / B200.mufu, rel=0.01)

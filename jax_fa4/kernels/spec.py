@@ -199,12 +199,20 @@ def _sm90_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     return Tile(m=128, n=64, stages=2)
 
 
-def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+def sm100_pair_tile(head_dim: int, head_dim_v: int) -> Tile | None:
+    """Tile of the Blackwell forward for pairs of CTAs (padded head dims), None where the tensor core's M = 256 has no
+    use: each CTA of a pair holds half of V's columns, in whole boxes of 64."""
+    if head_dim_v not in (128, 256) or head_dim < 128:
+        return None
+    return _sm100_forward_tile(head_dim, head_dim_v, "none", ctas=2)
+
+
+def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str, ctas: int = 1) -> Tile:
     """Query tiles in flight (one or two of 128 rows), and ring slots for chunks of K and V that fill the rest.
 
     Chunks make the slots small enough that the ring holds at least one and a quarter key blocks. Options:
     ``kchunks``, ``vchunks`` (chunks of a key block), ``exp2fma`` (of 16 pairs, those whose exponentials the FMA units
-    compute: where the special-function unit is the limit).
+    compute: where the special-function unit is the limit), ``ctas`` (2: pairs of CTAs, each with half of K and V).
     """
     rows, columns = 128, 64
     box = rows * columns * 2
@@ -219,12 +227,15 @@ def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
         k_chunks = -(-boxes // slot)
         v_chunks = next(chunks for chunks in (1, 2, 4, 8) if boxes_v <= slot * chunks)
     free = available - tiles * boxes * box
-    slots = (free - tiles * boxes_v * box) // (slot * box)
+    slot_bytes = slot * box // ctas
+    slots = (free - tiles * boxes_v * box) // slot_bytes
     if 2 * slots < 3 * (k_chunks + v_chunks):
         # O leaves through the memory of Q instead.
-        slots = free // (slot * box)
+        slots = free // slot_bytes
     exp2fma = 0 if tiles == 1 or head_dim > 128 else 2 if head_dim > 64 else 3
-    options = (("exp2fma", exp2fma), ("kchunks", k_chunks), ("vchunks", v_chunks))
+    options: tuple[tuple[str, int], ...] = (("exp2fma", exp2fma), ("kchunks", k_chunks), ("vchunks", v_chunks))
+    if ctas == 2:
+        options = (("ctas", 2), *options)
     return Tile(m=rows * tiles, n=128, stages=min(slots, 4 * (k_chunks + v_chunks)), options=options)
 
 

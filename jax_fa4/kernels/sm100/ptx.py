@@ -110,17 +110,38 @@ def mbarrier_expect(barrier: Int32, size: int) -> None:
     assemble("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], $1;", [], [barrier, size])
 
 
-def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
-    """Waits until the phase of the given parity is complete."""
+def mbarrier_arrive_leader(barrier: Int32) -> None:
+    """One arrival at the barrier of the same address in the pair's first CTA (this one or the other)."""
+    assemble(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, 0;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }",
+        [],
+        [barrier],
+    )
+
+
+def mbarrier_wait(barrier: Int32, parity: Int32, *, scope: str = "cta") -> None:
+    """Waits until the phase of the given parity is complete; ``scope`` "cluster" where a peer CTA arrives too."""
     assemble(
         "{ .reg .pred done;\n"
-        "WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [$0], $1;\n"
+        f"WAIT: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [$0], $1;\n"
         "@done bra DONE;\n"
         "bra WAIT;\n"
         "DONE: }",
         [],
         [barrier, parity],
     )
+
+
+def cluster_rank() -> Int32:
+    """This CTA's number in its cluster."""
+    return assemble("mov.u32 $0, %cluster_ctarank;", [Int32], pure=True)[0]
+
+
+def cluster_barrier() -> None:
+    """Waits for all threads of the cluster's CTAs; orders their memory accesses."""
+    assemble("barrier.cluster.arrive.release.aligned;")
+    assemble("barrier.cluster.wait.acquire.aligned;")
 
 
 def fence_async_shared() -> None:
@@ -131,15 +152,15 @@ def fence_async_shared() -> None:
 # --- tensor memory ----------------------------------------------------------------------------------------------------
 
 
-def tmem_alloc(result_address: Int32, columns: int) -> None:
-    """Allocates tensor memory (whole warp); its base is written to shared memory at ``result_address``."""
-    assemble(f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [$0], {columns};", [], [result_address])
-    assemble("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
+def tmem_alloc(result_address: Int32, columns: int, ctas: int = 1) -> None:
+    """Allocates tensor memory (whole warp; in both CTAs of a pair); its base goes to shared ``result_address``."""
+    assemble(f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [$0], {columns};", [], [result_address])
+    assemble(f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;")
 
 
-def tmem_dealloc(base: Int32, columns: int) -> None:
+def tmem_dealloc(base: Int32, columns: int, ctas: int = 1) -> None:
     """Gives tensor memory back (same warp as allocated it)."""
-    assemble(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, {columns};", [], [base])
+    assemble(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 $0, {columns};", [], [base])
 
 
 def tmem_fence_before() -> None:
@@ -192,37 +213,59 @@ def mma_shared(
     offset_a: int,
     offset_b: int,
     instruction: int,
+    ctas: int = 1,
 ) -> None:
     """D (tensor memory) = A B, or D += A B, one K step.
 
     ``a``, ``b``: low words of the tiles' descriptors; ``offset_a``, ``offset_b`` are added to them here, so that the
-    compiler keeps no register for every step of an unrolled product.
+    compiler keeps no register for every step of an unrolled product. With two CTAs the instruction is the pair's: each
+    has half of A's and D's rows and half of B's columns.
     """
     text = (
         "{ .reg .pred acc; .reg .b64 a, b; .reg .b32 x;\n"
         f"add.s32 x, $1, {offset_a}; mov.b64 a, {{x, {high_a}}};\n"
         f"add.s32 x, $2, {offset_b}; mov.b64 b, {{x, {high_b}}};\n"
         "setp.ne.b32 acc, $3, 0;\n"
-        f"tcgen05.mma.cta_group::1.kind::f16 [$0], a, b, {instruction}, acc; }}"
+        f"tcgen05.mma.cta_group::{ctas}.kind::f16 [$0], a, b, {instruction}, acc; }}"
     )
     assemble(text, [], [d, a, b, Int32(accumulate)])
 
 
-def mma_tmem(d: Int32, a: Int32, b: Int32, accumulate, *, high_b: int, offset_a: int, offset_b: int, instruction: int):
+def mma_tmem(
+    d: Int32,
+    a: Int32,
+    b: Int32,
+    accumulate,
+    *,
+    high_b: int,
+    offset_a: int,
+    offset_b: int,
+    instruction: int,
+    ctas: int = 1,
+) -> None:
     """As :func:`mma_shared` with A in tensor memory at address ``a + offset_a``."""
     text = (
         "{ .reg .pred acc; .reg .b64 b; .reg .b32 x, y;\n"
         f"add.s32 x, $1, {offset_a};\n"
         f"add.s32 y, $2, {offset_b}; mov.b64 b, {{y, {high_b}}};\n"
         "setp.ne.b32 acc, $3, 0;\n"
-        f"tcgen05.mma.cta_group::1.kind::f16 [$0], [x], b, {instruction}, acc; }}"
+        f"tcgen05.mma.cta_group::{ctas}.kind::f16 [$0], [x], b, {instruction}, acc; }}"
     )
     assemble(text, [], [d, a, b, Int32(accumulate)])
 
 
-def mma_commit(barrier: Int32) -> None:
-    """The barrier gets one arrival when all matrix products that this thread has issued so far are complete."""
-    assemble("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];", [], [barrier])
+def mma_commit(barrier: Int32, ctas: int = 1) -> None:
+    """The barrier (of the same address in each CTA of a pair) gets one arrival when all matrix products that this
+    thread has issued so far are complete."""
+    if ctas == 1:
+        assemble("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];", [], [barrier])
+        return
+    assemble(
+        "{ .reg .b16 both; mov.b16 both, 3;\n"
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [$0], both; }",
+        [],
+        [barrier],
+    )
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -233,11 +276,21 @@ def tma_prefetch(descriptor: Int64) -> None:
     assemble("prefetch.tensormap [$0];", [], [descriptor])
 
 
-def tma_load(shared: Int32, descriptor: Int64, coordinates: Sequence, barrier: Int32) -> None:
-    """Global box to shared memory; ``barrier`` counts its bytes. ``coordinates``: innermost first."""
+LEADER_MASK = ~(1 << 24)
+"""Clears the lowest bit of the CTA's rank in a shared-window address: the first CTA of the pair."""
+
+
+def tma_load(shared: Int32, descriptor: Int64, coordinates: Sequence, barrier: Int32, ctas: int = 1) -> None:
+    """Global box to shared memory; ``barrier`` (in a pair: the first CTA's) counts its bytes.
+
+    ``coordinates``: innermost first.
+    """
     rank = len(coordinates)
+    group = ""
+    if ctas == 2:
+        group, barrier = ".cta_group::2", barrier & LEADER_MASK
     text = (
-        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{group} "
         f"[$0], [$1, {_list(2, rank)}], [${2 + rank}];"
     )
     assemble(text, [], [shared, descriptor, *coordinates, barrier])

@@ -6,6 +6,9 @@ Two shapes of the algorithm:
   own, take turns on the tensor core. Each tile's scores have one buffer.
 - *wide* (``q_stages == 1``): one tile, one softmax warpgroup; the accumulator takes up to 256 columns, and the scores
   of two consecutive key blocks have a buffer each, so that the tensor core runs ahead of the softmax.
+
+Either can run on a pair of CTAs (``ctas == 2``): each has query tiles of its own and half of K (by keys) and V (by
+columns); the first CTA's MMA warp issues products of 256 rows for both.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class ForwardConfig:
     k_chunks: int
     v_chunks: int
     exp2_fma_pairs: int
+    ctas: int
 
     @classmethod
     def from_spec(cls, spec: KernelSpec) -> ForwardConfig:
@@ -74,6 +78,7 @@ class ForwardConfig:
             k_chunks=tile.option("kchunks", 1),
             v_chunks=tile.option("vchunks", 1),
             exp2_fma_pairs=tile.option("exp2fma", 0),
+            ctas=tile.option("ctas", 1),
         )
 
     # --- shapes ---
@@ -112,6 +117,16 @@ class ForwardConfig:
     def pv_steps_per_chunk(self) -> int:
         return self.v_keys_per_chunk // K_STEP
 
+    @property
+    def k_keys(self) -> int:
+        """Keys of a block whose K this CTA loads: half of them in a pair."""
+        return KEYS // self.ctas
+
+    @property
+    def v_own_boxes(self) -> int:
+        """Boxes of V's columns that this CTA loads: half of them in a pair."""
+        return self.v_boxes // self.ctas
+
     # --- bytes ---
 
     @property
@@ -130,11 +145,11 @@ class ForwardConfig:
 
     @property
     def k_chunk_bytes(self) -> int:
-        return self.qk_boxes // self.k_chunks * KEYS * self.box_row_bytes
+        return self.qk_boxes // self.k_chunks * self.k_keys * self.box_row_bytes
 
     @property
     def v_chunk_bytes(self) -> int:
-        return self.v_boxes * self.v_keys_per_chunk * self.box_row_bytes
+        return self.v_own_boxes * self.v_keys_per_chunk * self.box_row_bytes
 
     @property
     def kv_slot_bytes(self) -> int:

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from jax_fa4.kernels.common.invariant import Invariant
+from jax_fa4.kernels.sm100 import ptx
 from jax_fa4.kernels.sm100.forward.config import ForwardConfig
 from jax_fa4.kernels.sm100.forward.pipeline import Edges
 from jax_fa4.kernels.sm100.forward.shared import SharedMap
@@ -27,13 +28,14 @@ class TensorMaps(Invariant):
 @dataclass(frozen=True)
 class Context(Invariant):
     """``element``: DSL type of query, key, value and out. ``base``: shared-memory address of the map's start.
-    ``scale_log2``: softmax scale times log2 e, above 0. ``output``, ``lse``: global addresses. ``head_dim_v``: the true
-    one (the config has the padded one)."""
+    ``rank``: the CTA's number in its pair. ``scale_log2``: softmax scale times log2 e, above 0. ``output``, ``lse``:
+    global addresses. ``head_dim_v``: the true one (the config has the padded one)."""
 
     config: ForwardConfig
     element: type
     shared: SharedMap
     base: Int32
+    rank: Int32 | int
     edges: Edges
     maps: TensorMaps
     problem: Problem
@@ -47,9 +49,16 @@ class Context(Invariant):
         return self.base + self.shared.kv + slot * self.config.kv_slot_bytes
 
     def first_tile(self) -> Int32:
-        """Index of this CTA's first work item."""
-        return cute.arch.block_idx()[0]
+        """Index of this CTA's (or pair's) first work item."""
+        return cute.arch.block_idx()[0] // self.config.ctas
 
     def next_tile(self, index: Int32) -> Int32:
         """Index of the item after ``index``: the CTAs take turns (with one CTA an item, there is none)."""
-        return index + cute.arch.grid_dim()[0]
+        return index + cute.arch.grid_dim()[0] // self.config.ctas
+
+    def arrive_mma(self, barrier: Int32) -> None:
+        """One arrival at a barrier that the MMA warp waits for."""
+        if self.config.ctas == 2:
+            ptx.mbarrier_arrive_leader(barrier)
+        else:
+            ptx.mbarrier_arrive(barrier)

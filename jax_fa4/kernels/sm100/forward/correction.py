@@ -89,7 +89,7 @@ class CorrectionRole:
                 ptx.tmem_store(address + first, o)
             ptx.tmem_store_wait()
             ptx.tmem_fence_before()
-        self.arrive(c.edges.o.empty(stage))
+        self.arrive_mma(c.edges.o.empty(stage))
 
     @cute.jit
     def finish(self, tile, stage: cutlass.Constexpr, block, tiles):
@@ -128,7 +128,7 @@ class CorrectionRole:
                 address = target + offset + (((column + i) * 2) ^ swizzle)
                 ptx.store_shared_vector(address, packed[i // 2 : i // 2 + 4])
         ptx.tmem_fence_before()
-        self.arrive(c.edges.o.empty(stage))
+        self.arrive_mma(c.edges.o.empty(stage))
         ptx.fence_async_shared()
         self.arrive(c.edges.out.full(stage))
 
@@ -170,3 +170,10 @@ class CorrectionRole:
         ptx.sync_warp()
         if self.lane0:
             ptx.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def arrive_mma(self, barrier):
+        """As :meth:`arrive`, at a barrier that the MMA warp waits for."""
+        ptx.sync_warp()
+        if self.lane0:
+            self.c.arrive_mma(barrier)

@@ -19,6 +19,9 @@ o         mma         correction  O with one more block added. Empty: rescaled (
 stat      softmax     correction  the rescale factor of a block; after the last one, sum and maximum of each row
 out       correction  store       the finished O tile in shared memory
 ========= =========== =========== ======================================================================================
+
+In a pair of CTAs, what the MMA warp waits for (q, kv and p full, o empty) are barriers of the first CTA, where both
+CTAs' bytes and warps are counted; what it signals goes to both CTAs.
 """
 
 from __future__ import annotations
@@ -47,14 +50,14 @@ class EdgeSpec:
 
 def edge_specs(config: ForwardConfig) -> tuple[EdgeSpec, ...]:
     """The edges of one configuration, in the order of their barriers in shared memory."""
-    tiles = config.q_stages
+    tiles, both = config.q_stages, WARPS * config.ctas
     return (
         EdgeSpec("q", "load", "mma", tiles, full=1, empty=2 if config.o_over_q else 1),
         EdgeSpec("kv", "load", "mma", config.kv_stages, full=1, empty=1),
         EdgeSpec("s", "mma", "softmax", 2, full=1, empty=0),
-        EdgeSpec("p_early", "softmax", "mma", 2, full=WARPS, empty=0),
-        EdgeSpec("p_late", "softmax", "mma", 2, full=WARPS, empty=0),
-        EdgeSpec("o", "mma", "correction", tiles, full=1, empty=WARPS),
+        EdgeSpec("p_early", "softmax", "mma", 2, full=both, empty=0),
+        EdgeSpec("p_late", "softmax", "mma", 2, full=both, empty=0),
+        EdgeSpec("o", "mma", "correction", tiles, full=1, empty=both),
         EdgeSpec("stat", "softmax", "correction", tiles, full=WARPS, empty=WARPS),
         EdgeSpec("out", "correction", "store", tiles, full=WARPS, empty=1),
     )

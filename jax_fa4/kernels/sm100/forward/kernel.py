@@ -91,7 +91,13 @@ class ForwardKernel:
             total,
             head_dim_v,
             scale_log2,
-        ).launch(grid=[1, 1, 1], block=[self.config.threads, 1, 1], smem=self.shared.size, min_blocks_per_mp=1)
+        ).launch(
+            grid=[self.config.ctas, 1, 1],
+            block=[self.config.threads, 1, 1],
+            cluster=[2, 1, 1] if self.config.ctas == 2 else None,
+            smem=self.shared.size,
+            min_blocks_per_mp=1,
+        )
 
     @cute.kernel
     def kernel(
@@ -129,15 +135,20 @@ class ForwardKernel:
         if warp == config.load_warp:
             self.initialise(edges, maps)
         if warp == config.correction_warp:
-            ptx.tmem_alloc(base + self.shared.tmem_base, tmem.COLUMNS)
+            ptx.tmem_alloc(base + self.shared.tmem_base, tmem.COLUMNS, config.ctas)
         ptx.tmem_fence_before()
-        ptx.named_barrier(0, config.threads)
+        if cutlass.const_expr(config.ctas == 2):
+            ptx.cluster_barrier()
+        else:
+            ptx.named_barrier(0, config.threads)
         ptx.tmem_fence_after()
+        rank = ptx.cluster_rank() if config.ctas == 2 else 0
         context = Context(
             config=config,
             element=self.element,
             shared=self.shared,
             base=base,
+            rank=rank,
             edges=edges,
             maps=maps,
             problem=Problem(
@@ -151,6 +162,7 @@ class ForwardKernel:
                 left=left,
                 right=right,
                 batch_info=batch_info,
+                rank=rank,
             ),
             scale_log2=scale_log2,
             output=output,
@@ -158,6 +170,9 @@ class ForwardKernel:
             head_dim_v=head_dim_v,
         )
         self.dispatch(context, warp)
+        if cutlass.const_expr(config.ctas == 2):
+            # The peer's arrivals at this CTA's barriers, and the pair's products from its shared memory, are over.
+            ptx.cluster_barrier()
 
     @cute.jit
     def initialise(self, edges, maps):
@@ -187,7 +202,8 @@ class ForwardKernel:
         if warp >= config.mma_warp:
             ptx.set_registers(other_registers, grow=False)
             if warp == config.mma_warp:
-                MmaRole(context).run()
+                if cutlass.const_expr(config.ctas == 1) or context.rank == 0:
+                    MmaRole(context).run()
             elif warp == config.load_warp:
                 LoadRole(context).run()
             elif warp == config.store_warp:
@@ -200,7 +216,7 @@ class ForwardKernel:
             ptx.named_barrier(CORRECTION_BARRIER, 128)
             if warp == config.correction_warp:
                 ptx.tmem_fence_after()
-                ptx.tmem_dealloc(Int32(tmem.BASE), tmem.COLUMNS)
+                ptx.tmem_dealloc(Int32(tmem.BASE), tmem.COLUMNS, config.ctas)
         else:
             ptx.set_registers(softmax_registers, grow=True)
             SoftmaxRole(context, warp >> 2).run()

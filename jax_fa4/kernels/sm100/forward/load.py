@@ -73,12 +73,12 @@ class LoadRole:
         if leader:
             barrier = c.edges.q.full(stage)
             # An unpacked box has all rows, a packed one those of its positions.
-            ptx.mbarrier_expect(barrier, c.problem.box_rows * (c.config.qk_boxes * c.config.box_row_bytes))
+            self.expect(barrier, c.problem.box_rows * (c.config.qk_boxes * c.config.box_row_bytes))
             token = c.problem.first_token(tile, stage)
             for box in cutlass.range_constexpr(c.config.qk_boxes):
                 shared = c.base + (c.shared.q + stage * c.config.q_bytes + box * ROWS * c.config.box_row_bytes)
                 coordinates = (Int32(box * BOX_COLUMNS), Int32(0), token, tile.head, tile.batch)
-                ptx.tma_load(shared, c.maps.q, coordinates, barrier)
+                ptx.tma_load(shared, c.maps.q, coordinates, barrier, c.config.ctas)
 
     @cute.jit
     def load_k(self, tile, block, slot, use, leader):
@@ -89,13 +89,13 @@ class LoadRole:
             c.edges.kv.wait_empty(slot, use)
             if leader:
                 barrier = c.edges.kv.full(slot)
-                ptx.mbarrier_expect(barrier, c.config.k_chunk_bytes)
+                self.expect(barrier, c.config.k_chunk_bytes)
                 for box in cutlass.range_constexpr(per_chunk):
-                    shared = c.slot_address(slot) + box * KEYS * c.config.box_row_bytes
+                    shared = c.slot_address(slot) + box * c.config.k_keys * c.config.box_row_bytes
                     column = Int32((chunk * per_chunk + box) * BOX_COLUMNS)
-                    ptx.tma_load(
-                        shared, c.maps.k, (column, block * KEYS, c.problem.kv_head(tile.head), tile.batch), barrier
-                    )
+                    key = block * KEYS + c.rank * c.config.k_keys
+                    coordinates = (column, key, c.problem.kv_head(tile.head), tile.batch)
+                    ptx.tma_load(shared, c.maps.k, coordinates, barrier, c.config.ctas)
             slot, use = next_slot(slot, use, c.config.kv_stages)
         return slot, use
 
@@ -108,15 +108,21 @@ class LoadRole:
             c.edges.kv.wait_empty(slot, use)
             if leader:
                 barrier = c.edges.kv.full(slot)
-                ptx.mbarrier_expect(barrier, c.config.v_chunk_bytes)
-                for box in cutlass.range_constexpr(c.config.v_boxes):
+                self.expect(barrier, c.config.v_chunk_bytes)
+                for box in cutlass.range_constexpr(c.config.v_own_boxes):
                     shared = c.slot_address(slot) + box * keys * c.config.box_row_bytes
+                    column = Int32(box * BOX_COLUMNS) + c.rank * (c.config.v_own_boxes * BOX_COLUMNS)
                     key = block * KEYS + chunk * keys
-                    ptx.tma_load(
-                        shared,
-                        c.maps.v,
-                        (Int32(box * BOX_COLUMNS), key, c.problem.kv_head(tile.head), tile.batch),
-                        barrier,
-                    )
+                    coordinates = (column, key, c.problem.kv_head(tile.head), tile.batch)
+                    ptx.tma_load(shared, c.maps.v, coordinates, barrier, c.config.ctas)
             slot, use = next_slot(slot, use, c.config.kv_stages)
         return slot, use
+
+    @cute.jit
+    def expect(self, barrier, own_bytes):
+        """Announces the bytes of a load; in a pair the first CTA does so for both."""
+        c = self.c
+        if cutlass.const_expr(c.config.ctas == 1):
+            ptx.mbarrier_expect(barrier, own_bytes)
+        elif c.rank == 0:
+            ptx.mbarrier_expect(barrier, own_bytes * 2)

@@ -39,9 +39,11 @@ class MmaRole:
     def __init__(self, context: Context):
         self.c = context
         config = context.config
-        self.score_instruction = instruction_descriptor(config.dtype, ROWS, KEYS, b_is_mn_major=False)
+        rows = ROWS * config.ctas
+        self.high = high_word(stride_bytes=8 * config.box_row_bytes)
+        self.score_instruction = instruction_descriptor(config.dtype, rows, KEYS, b_is_mn_major=False)
         self.output_instruction = instruction_descriptor(
-            config.dtype, ROWS, config.accumulator_columns, b_is_mn_major=True
+            config.dtype, rows, config.accumulator_columns, b_is_mn_major=True
         )
 
     @cute.jit
@@ -122,7 +124,6 @@ class MmaRole:
         """S[buffer] = Q[stage] K^T; ``keys`` are the ring positions of K's chunks, awaited if ``wait``."""
         c = self.c
         config = c.config
-        high = high_word(stride_bytes=8 * config.box_row_bytes)
         d = Int32(tmem.scores(config, buffer))
         q = low_word(c.base + c.shared.q + stage * config.q_bytes)
         for chunk in cutlass.range_constexpr(config.k_chunks):
@@ -139,14 +140,15 @@ class MmaRole:
                         q,
                         k,
                         step > 0,
-                        high_a=high,
-                        high_b=high,
+                        high_a=self.high,
+                        high_b=self.high,
                         offset_a=k_major_offset(step, ROWS * config.box_row_bytes) >> 4,
-                        offset_b=k_major_offset(step - first, KEYS * config.box_row_bytes) >> 4,
+                        offset_b=k_major_offset(step - first, config.k_keys * config.box_row_bytes) >> 4,
                         instruction=self.score_instruction,
+                        ctas=config.ctas,
                     )
         if leader:
-            ptx.mma_commit(c.edges.s.full(buffer))
+            ptx.mma_commit(c.edges.s.full(buffer), c.config.ctas)
 
     @cute.jit
     def output(
@@ -169,7 +171,6 @@ class MmaRole:
         c = self.c
         config = c.config
         keys = config.v_keys_per_chunk
-        high = high_word(stride_bytes=8 * config.box_row_bytes)
         d = Int32(tmem.accumulator(config, stage))
         p = Int32(tmem.probabilities(config, buffer))
         for step in cutlass.range_constexpr(KEYS // K_STEP):
@@ -193,13 +194,14 @@ class MmaRole:
                     p,
                     v,
                     accumulate,
-                    high_b=high,
+                    high_b=self.high,
                     offset_a=step * (K_STEP // 2),
                     offset_b=inside * K_STEP * config.box_row_bytes >> 4,
                     instruction=self.output_instruction,
+                    ctas=config.ctas,
                 )
         if leader:
-            ptx.mma_commit(c.edges.o.full(stage))
+            ptx.mma_commit(c.edges.o.full(stage), c.config.ctas)
 
     @cute.jit
     def release_queries(self, leader):
@@ -207,7 +209,7 @@ class MmaRole:
         c = self.c
         if leader:
             for stage in cutlass.range_constexpr(c.config.q_stages):
-                ptx.mma_commit(c.edges.q.empty(stage))
+                ptx.mma_commit(c.edges.q.empty(stage), c.config.ctas)
 
     @cute.jit
     def release(self, slots, leader):
@@ -215,7 +217,7 @@ class MmaRole:
         c = self.c
         if leader:
             for i in cutlass.range_constexpr(len(slots)):
-                ptx.mma_commit(c.edges.kv.empty(slots[i][0]))
+                ptx.mma_commit(c.edges.kv.empty(slots[i][0]), c.config.ctas)
 
 
 def k_major_offset(step: int, box_bytes: int) -> int:

@@ -16,9 +16,12 @@ class Edge(Invariant):
     Waits take the number of the use (0, 1, 2, ...) of the stage, as an integer or only its lowest bit.
     """
 
-    def __init__(self, spec: EdgeSpec, base: Int32):
+    def __init__(self, spec: EdgeSpec, base: Int32, ctas: int = 1):
         self.spec = spec
         self._base = base
+        # The MMA warp of a pair is told by both CTAs.
+        self._full_scope = "cluster" if ctas == 2 and spec.consumer == "mma" else "cta"
+        self._empty_scope = "cluster" if ctas == 2 and spec.producer == "mma" else "cta"
 
     def full(self, stage) -> Int32:
         """Address of a full barrier."""
@@ -32,11 +35,11 @@ class Edge(Invariant):
 
     def wait_full(self, stage, use) -> None:
         """Consumer: waits for the data of this use of the stage."""
-        ptx.mbarrier_wait(self.full(stage), Int32(use) & 1)
+        ptx.mbarrier_wait(self.full(stage), Int32(use) & 1, scope=self._full_scope)
 
     def wait_empty(self, stage, use) -> None:
         """Producer: waits until the use before this one is released; the first use passes at once."""
-        ptx.mbarrier_wait(self.empty(stage), (Int32(use) & 1) ^ 1)
+        ptx.mbarrier_wait(self.empty(stage), (Int32(use) & 1) ^ 1, scope=self._empty_scope)
 
     def initialise(self) -> None:
         """Sets the arrival counts (one thread, before any use)."""
@@ -62,7 +65,7 @@ class Edges(Invariant):
         self.all: list[Edge] = []
         offset = 0
         for spec in edge_specs(config):
-            edge = Edge(spec, base + offset)
+            edge = Edge(spec, base + offset, config.ctas)
             setattr(self, spec.name, edge)
             self.all.append(edge)
             offset += spec.stages * (2 if spec.empty else 1) * BARRIER_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax_fa4.ffi.plan import SWIZZLE_128B, Kernel, Parameter, Scalars, Tensor, TensorMap
 from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.problem import ForwardProblem
-from jax_fa4.kernels.sm100.forward.config import BOX_COLUMNS, KEYS, ROWS, ForwardConfig
+from jax_fa4.kernels.sm100.forward.config import BOX_COLUMNS, ROWS, ForwardConfig
 from jax_fa4.kernels.sm100.forward.shared import SharedMap
 
 ELEMENT = 2
@@ -26,13 +26,13 @@ def forward_kernel(artefact: Artefact, problem: ForwardProblem, sm_count: int) -
     """
     spec = artefact.spec
     config = ForwardConfig.from_spec(spec)
-    packed = config.pack_gqa
+    packed, ctas = config.pack_gqa, config.ctas
     if packed and problem.group > ROWS:
         raise ValueError(
             f"a kernel with pack_gqa takes up to {ROWS} query heads per key/value head, not {problem.group}"
         )
     box_tokens = ROWS // problem.group if packed else ROWS
-    tiles_m = -(-problem.seqlen_q // (box_tokens * config.q_stages))
+    tiles_m = -(-problem.seqlen_q // (box_tokens * config.q_stages * config.ctas))
     heads = problem.kv_heads if packed else problem.heads
     batch_heads = problem.batch * heads
     total = tiles_m * batch_heads
@@ -41,7 +41,7 @@ def forward_kernel(artefact: Artefact, problem: ForwardProblem, sm_count: int) -
     buffers = problem.buffers(spec.varlen)
     parameters: list[Parameter] = [
         _row_map(problem, packed, buffers.query, problem.head_dim, box_tokens),
-        _key_map(problem, buffers.key, problem.head_dim, KEYS),
+        _key_map(problem, buffers.key, problem.head_dim, config.k_keys),
         _key_map(problem, buffers.value, problem.head_dim_v, config.v_keys_per_chunk),
         _row_map(problem, packed, buffers.out, problem.head_dim_v, box_tokens),
         Tensor(buffers.out),
@@ -70,9 +70,9 @@ def forward_kernel(artefact: Artefact, problem: ForwardProblem, sm_count: int) -
         artefact=0,
         # Tiles of one length: persistent CTAs. Others: one CTA a tile, so that the hardware gives the next tile to
         # whichever SM is free.
-        grid=(min(total, sm_count) if spec.mask == "none" and not spec.varlen else total, 1, 1),
+        grid=(ctas * (min(total, sm_count // ctas) if spec.mask == "none" and not spec.varlen else total), 1, 1),
         block=(config.threads, 1, 1),
-        cluster=(1, 1, 1),
+        cluster=(ctas, 1, 1),
         shared_bytes=SharedMap.of(config).size,
         parameters=tuple(parameters),
     )

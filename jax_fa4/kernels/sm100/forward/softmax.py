@@ -135,7 +135,9 @@ class SoftmaxRole:
         """One arrival for the warp after its tensor-memory stores are complete."""
         ptx.tmem_store_wait()
         ptx.tmem_fence_before()
-        self.arrive(barrier)
+        ptx.sync_warp()
+        if self.lane0:
+            self.c.arrive_mma(barrier)
 
     @cute.jit
     def arrive(self, barrier):

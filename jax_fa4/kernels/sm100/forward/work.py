@@ -20,6 +20,8 @@ from jax_fa4.kernels.sm100.forward.config import KEYS, ROWS, ForwardConfig
 class Tile(Invariant):
     """One work item: the query tiles of all stages for one head (or packed group of heads), and their key blocks.
 
+    The CTAs of a pair have the same key blocks and each its own query tiles.
+
     ``token`` is the first query position; blocks ``first_block`` to ``end_block - 1`` are visited from the last to the
     first. ``blocks`` is 0 where no row sees a key.
     """
@@ -41,6 +43,7 @@ class Problem(Invariant):
     ``r // group`` of head ``r % group`` of the group that shares a key and value head; ``box_tokens`` positions fill
     a tile of 128 rows (up to a few unused ones at its end). ``left``, ``right``, ``query_offset``: the affine mask's
     bounds; ``batch_info`` (global address, or None): int32 (batch, 4) with query length, key length, offset, 0.
+    ``rank``: the CTA's number in its pair.
     """
 
     config: ForwardConfig
@@ -53,6 +56,7 @@ class Problem(Invariant):
     left: Int32
     right: Int32
     batch_info: Int64 | None
+    rank: Int32 | int
 
     def tile(self, index: Int32) -> Tile:
         """Work item ``index`` of ``order.total``."""
@@ -63,9 +67,10 @@ class Problem(Invariant):
         else:
             q_len, kv_len, offset = self.seqlen_q, self.seqlen_k, self.query_offset
         lengths = Lengths(q_len, kv_len, offset, self.left, self.right)
-        tokens = self.config.q_stages * self.box_tokens
-        token = tile * tokens
-        blocks = block_range(mask, KEYS, token, tokens, lengths)
+        own = self.config.q_stages * self.box_tokens
+        tokens = self.config.ctas * own
+        blocks = block_range(mask, KEYS, tile * tokens, tokens, lengths)
+        token = tile * tokens + self.rank * own
         return Tile(batch, head, token, lengths, blocks.begin, blocks.end, blocks.end - blocks.begin)
 
     def kv_head(self, head: Int32) -> Int32:
