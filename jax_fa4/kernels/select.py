@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_fa4.kernels.problem import ForwardProblem
-from jax_fa4.kernels.spec import LONG_QUERIES, KernelSpec, long_query_tile, sm100_pair_tile
+from jax_fa4.kernels.spec import LONG_QUERIES, KernelSpec, long_query_tile, pair_tile
 
 BOX_ROWS = {"sm_90a": 64, "sm_100f": 128}
 """Query rows that one TMA box brings to a warpgroup; a packed box holds whole groups of query heads."""
@@ -40,18 +40,10 @@ def forward_specs(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool
     long_tile = long_query_tile(single)
     if long_tile is not None and problem.seqlen_q >= LONG_QUERIES:
         return single.with_tile(long_tile), single
-    pair = sm100_pair_tile(single.head_dim, single.head_dim_v) if arch == "sm_100f" else None
-    if pair is not None and _pairs_pay(problem, single, varlen):
+    pair = pair_tile(single)
+    if pair is not None and problem.seqlen_q > single.tile.m:
         return single.with_tile(pair), single
     return (single,)
-
-
-def _pairs_pay(problem: ForwardProblem, single: KernelSpec, varlen: bool) -> bool:
-    """Whether two CTAs that share K and V are faster: dense work with rows for both, and, whatever the mask,
-    accumulators so wide that one CTA's shared memory holds little more than one key block."""
-    if varlen or problem.seqlen_q <= single.tile.m:
-        return False
-    return single.mask == "none" or single.head_dim_v > 128
 
 
 def _packing_pays(problem: ForwardProblem, tile_m: int, box_rows: int) -> bool:

@@ -285,6 +285,19 @@ def long_query_tile(spec: KernelSpec) -> Tile | None:
     return _LONG_QUERY_TILES.get((spec.arch, spec.kind, spec.head_dim, spec.head_dim_v, spec.mask))
 
 
+def pair_tile(spec: KernelSpec) -> Tile | None:
+    """A tile for pairs of CTAs that share K and V, where it is faster for more query rows than one CTA has, else None.
+
+    That is dense work, and, whatever the mask, accumulators so wide that one CTA's shared memory holds little more than
+    one key block.
+    """
+    if (spec.arch, spec.kind) != ("sm_100f", "forward") or spec.varlen or spec.pack_gqa:
+        return None
+    if spec.mask != "none" and spec.head_dim_v <= 128:
+        return None
+    return sm100_pair_tile(spec.head_dim, spec.head_dim_v)
+
+
 _TILE_TABLES = {
     ("sm_90a", "forward"): _sm90_forward_tile,
     ("sm_90a", "backward_preprocess"): _sm90_preprocess_tile,
@@ -325,9 +338,9 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                                 varlen=varlen,
                             )
                             specs.setdefault(spec)
-                            tile = long_query_tile(spec)
-                            if tile is not None:
-                                specs.setdefault(spec.with_tile(tile))
+                            for tile in (long_query_tile(spec), pair_tile(spec)):
+                                if tile is not None:
+                                    specs.setdefault(spec.with_tile(tile))
     return list(specs)
 
 
