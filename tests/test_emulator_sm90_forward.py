@@ -31,6 +31,10 @@ CASES = [
     ForwardCase(129, 130, 192, 128, dtype="float16", mask="causal"),
     ForwardCase(90, 300, 64, mask="window", left=-100, right=200, query_offset=37),
     ForwardCase(500, 300, 64, heads=3, kv_heads=3, mask="causal", multiprocessors=2),
+    # Last blocks that are full on the right and cut on the left; an odd number of heads; maxima that fall and rise.
+    ForwardCase(200, 128, 128, heads=2, mask="window", left=5),
+    ForwardCase(385, 385, 64, heads=3, kv_heads=3, mask="causal", multiprocessors=1, ramp=-0.002),
+    ForwardCase(400, 200, 128, heads=2, tile=(192, 80), multiprocessors=1, ramp=0.05),
 ]
 
 

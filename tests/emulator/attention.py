@@ -14,7 +14,7 @@ import numpy as np
 from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.plans import forward_plan
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
-from jax_fa4.kernels.spec import KernelSpec
+from jax_fa4.kernels.spec import KernelSpec, Tile
 from jax_fa4.kernels.store import ArtefactStore
 
 from .launch import Options, Report, executor
@@ -60,6 +60,7 @@ class ForwardCase:
     arch: str = "sm_90a"
     ramp: float = 0.0
     multiprocessors: int | None = None
+    tile: tuple[int, int] | None = None  # rows, keys: in place of the table's
 
     @property
     def name(self) -> str:
@@ -71,7 +72,7 @@ class ForwardCase:
         return KernelSpec.create(
             arch=self.arch, kind="forward", dtype=self.dtype, head_dim=self.head_dim,
             head_dim_v=self.head_dim_v or self.head_dim, mask=self.mask, varlen=self.lengths is not None,
-            pack_gqa=self.pack_gqa,
+            pack_gqa=self.pack_gqa, tile=self.tile and Tile(*self.tile),
         )  # fmt: skip
 
     @property

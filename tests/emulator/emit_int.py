@@ -216,7 +216,10 @@ def extremum(t: Translator, ins: Instruction) -> None:
     bits, is_signed, kind, a, b = _binary(t, ins)
     if a.uniform and b.uniform:
         key = f", key=lambda v: signed(v, {bits})" if is_signed else ""
-        t.set(ins.operands[0], f"{ins.parts[0]}({a}, {b}{key})", kind, True)
+        expr = f"{ins.parts[0]}({a}, {b}{key})"
+        if "relu" in ins.parts:
+            expr = f"max(signed({expr}, {bits}), 0)"
+        t.set(ins.operands[0], expr, kind, True)
         return
     function = "np.minimum" if ins.parts[0] == "min" else "np.maximum"
     if is_signed:
