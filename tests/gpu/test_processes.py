@@ -123,9 +123,9 @@ def _lowering_time() -> dict:
     run = jax.jit(lambda q, k, v: jax_fa4.attention(q, k, v, implementation="fa4"))
     run.lower(*inputs())  # imports, device set-up
     operation = ForwardOperation(scale=0.1, mask="causal")
-    from jax_fa4.kernels.select import forward_spec
+    from jax_fa4.kernels.select import forward_specs
 
-    spec = forward_spec(operation.problem(inputs()), arch="sm_90a", mask="causal", varlen=False)
+    spec = forward_specs(operation.problem(inputs()), arch="sm_90a", mask="causal", varlen=False)[0]
     start = time.perf_counter()
     default_store().load(spec)
     lookup = time.perf_counter() - start
