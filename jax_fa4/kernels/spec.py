@@ -258,13 +258,14 @@ def _sm90_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
 def _sm90_preprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     """Rows of the kernels that follow; option ``turns``: whether they count turns on dQ."""
     if splits_backward(head_dim, head_dim_v):
-        return Tile(m=128, n=0)
+        return Tile(m=384, n=0)  # whole blocks of 48, 64 and 128 rows
     return Tile(m=_sm90_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("turns", 1),))
 
 
 def _sm90_key_value_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
-    """64 keys: dV in one warpgroup's registers, dK in the other's."""
-    return Tile(m=64, n=64)
+    """64 keys: dV in one warpgroup's registers, dK in the other's. A tile of Q stays from one step's S to the next
+    step's end of dK, so that two stages would stall the loads: three, of fewer rows where they are wide."""
+    return Tile(m=64 if max(head_dim, head_dim_v) <= 192 else 48, n=64, stages=3)
 
 
 def _sm90_query_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:

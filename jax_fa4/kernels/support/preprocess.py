@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa4.kernels.sm90.backward.config import element_type
+from jax_fa4.kernels.sm90.backward.plan import PREPROCESS_ROWS as BLOCK_ROWS
 from jax_fa4.kernels.sm90.backward.plan import PREPROCESS_THREADS as THREADS
 from jax_fa4.kernels.sm90.backward.plan import counts_turns
 from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS, LSE2_OF_EMPTY_ROW
@@ -29,16 +30,17 @@ ROWS_IN_FLIGHT = 8
 
 
 class Preprocess:
-    """One CTA per (block of ``tile_m`` rows, query head, batch entry)."""
+    """One CTA per (block of BLOCK_ROWS rows, query head, batch entry); rows are padded to a multiple of ``padding``."""
 
     def __init__(self, spec: KernelSpec) -> None:
         self.dtype = element_type(spec.dtype)
-        self.tile_m = spec.tile.m
+        self.padding = spec.tile.m
         self.varlen = spec.varlen
         self.counters = counts_turns(spec)
         # Lanes that share a row: a power of two, so that a butterfly sums them.
         self.lanes = 1 << max(0, math.ceil(math.log2(spec.head_dim_v / VECTOR)))
         self.rows_at_once = THREADS // self.lanes
+        self.together = min(BLOCK_ROWS // self.rows_at_once, ROWS_IN_FLIGHT)
 
     @cute.jit
     def __call__(
@@ -58,7 +60,7 @@ class Preprocess:
     ) -> None:
         """out, dout (batch, rows, heads, head_dim_v); lse, dlse float32 (batch, heads, rows)."""
         self.kernel(out, dout, lse, dlse, lse2, delta, turn, batch_info, rows, heads, head_dim_v).launch(
-            grid=[cute.ceil_div(rows, self.tile_m) * heads * batch, 1, 1], block=[THREADS, 1, 1]
+            grid=[self.blocks(rows) * heads * batch, 1, 1], block=[THREADS, 1, 1]
         )
 
     @cute.kernel
@@ -78,26 +80,33 @@ class Preprocess:
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        row_blocks = cute.ceil_div(rows, self.tile_m)
+        row_blocks = self.blocks(rows)
         # The head is the fast index: CTAs that run together read whole rows of the (rows, heads) plane.
         row_block = block // heads
         head = block - row_block * heads
         batch = row_block // row_blocks
         m = row_block - batch * row_blocks
-        if const_expr(self.counters):  # noqa: SIM102 - a compile-time condition must stand alone
-            if thread < DQ_CHUNKS:
-                scratch_block = Int64(batch * heads + head) * row_blocks + m
-                cute.make_tensor(turn + (scratch_block * DQ_CHUNKS + thread), cute.make_layout(1))[0] = Int32(0)
+        if const_expr(self.counters):
+            self.clear_turns(turn, (Int64(batch) * heads + head) * row_blocks + m, thread)
         q_len = rows
         if const_expr(self.varlen):
             q_len = cutlass.min(rows, cute.make_tensor(batch_info + batch * 4, cute.make_layout(4))[0])
 
         lane = thread % self.lanes
-        steps = self.tile_m // self.rows_at_once
-        together = min(steps, ROWS_IN_FLIGHT)
-        for outer in cutlass.range(steps // together, unroll=1):
-            first_row = m * self.tile_m + outer * together * self.rows_at_once + thread // self.lanes
+        for outer in cutlass.range(BLOCK_ROWS // (self.rows_at_once * self.together), unroll=1):
+            first_row = m * BLOCK_ROWS + outer * self.together * self.rows_at_once + thread // self.lanes
             self.rows(out, dout, lse, dlse, lse2, delta, rows, heads, head_dim_v, q_len, batch, head, lane, first_row)
+
+    def blocks(self, rows: Int32) -> Int32:
+        """CTAs per head."""
+        return cute.ceil_div(rows, self.padding) * (self.padding // BLOCK_ROWS)
+
+    @cute.jit
+    def clear_turns(self, turn: cute.Pointer, block: Int64, thread: Int32) -> None:
+        """The counters of a dQ block, by the CTA of its first rows."""
+        ratio = self.padding // BLOCK_ROWS
+        if (block % ratio == 0) & (thread < DQ_CHUNKS):
+            cute.make_tensor(turn + (block // ratio * DQ_CHUNKS + thread), cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
     def rows(
@@ -118,18 +127,26 @@ class Preprocess:
         first_row: Int32,
     ) -> None:
         """Rows ``first_row``, ``first_row + rows_at_once``, ...: all loads first, then sums and stores."""
-        together = min(self.tile_m // self.rows_at_once, ROWS_IN_FLIGHT)
-        shape = cute.make_layout((VECTOR, together))
+        shape = cute.make_layout((VECTOR, self.together))
         outs, douts = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
+        lses, dlses = cute.make_rmem_tensor(self.together, Float32), cute.make_rmem_tensor(self.together, Float32)
         outs.fill(0.0)
         douts.fill(0.0)
-        for i in cutlass.range_constexpr(together):
+        lses.fill(-float("inf"))
+        dlses.fill(0.0)
+        head_of_batch = Int64(batch) * heads + head
+        for i in cutlass.range_constexpr(self.together):
             row = first_row + i * self.rows_at_once
-            if (row < q_len) & (lane * VECTOR < head_dim_v):
-                element = ((Int64(batch) * rows + row) * heads + head) * head_dim_v + lane * VECTOR
-                cute.autovec_copy(self._vector(out, element), outs[None, i])
-                cute.autovec_copy(self._vector(dout, element), douts[None, i])
-        for i in cutlass.range_constexpr(together):
+            if row < q_len:
+                source = head_of_batch * rows + row
+                lses[i] = cute.make_tensor(lse + source, cute.make_layout(1))[0]
+                dlses[i] = cute.make_tensor(dlse + source, cute.make_layout(1))[0]
+                if lane * VECTOR < head_dim_v:
+                    element = ((Int64(batch) * rows + row) * heads + head) * head_dim_v + lane * VECTOR
+                    cute.autovec_copy(self._vector(out, element), outs[None, i])
+                    cute.autovec_copy(self._vector(dout, element), douts[None, i])
+        padded = self.blocks(rows) * BLOCK_ROWS
+        for i in cutlass.range_constexpr(self.together):
             total = Float32(0)
             for j in cutlass.range_constexpr(VECTOR):
                 total += outs[j, i].to(Float32) * douts[j, i].to(Float32)
@@ -137,17 +154,12 @@ class Preprocess:
             for _ in cutlass.range_constexpr(int(math.log2(self.lanes))):
                 total += cute.arch.shuffle_sync_bfly(total, offset=distance)
                 distance = distance // 2
-            row = first_row + i * self.rows_at_once
             if lane == 0:
                 row_lse2, row_delta = Float32(LSE2_OF_EMPTY_ROW), Float32(0)
-                head_of_batch = Int64(batch) * heads + head
-                if row < q_len:
-                    source = head_of_batch * rows + row
-                    row_lse = cute.make_tensor(lse + source, cute.make_layout(1))[0]
-                    if row_lse > -Float32(float("inf")):
-                        row_lse2 = row_lse * math.log2(math.e)
-                        row_delta = total - cute.make_tensor(dlse + source, cute.make_layout(1))[0]
-                target = head_of_batch * (cute.ceil_div(rows, self.tile_m) * self.tile_m) + row
+                if lses[i] > -Float32(float("inf")):
+                    row_lse2 = lses[i] * math.log2(math.e)
+                    row_delta = total - dlses[i]
+                target = head_of_batch * padded + first_row + i * self.rows_at_once
                 cute.make_tensor(lse2 + target, cute.make_layout(1))[0] = row_lse2
                 cute.make_tensor(delta + target, cute.make_layout(1))[0] = row_delta
 

@@ -26,6 +26,9 @@ LEAST_TEAM = 2
 """Heads that are worked on at the same time however long they are: the first CTAs of a head start behind each other."""
 
 PREPROCESS_THREADS = 128
+PREPROCESS_ROWS = 64
+"""Query rows of one CTA of the preprocess kernel: every padding is a multiple."""
+
 POSTPROCESS_THREADS = DQ_CHUNKS * WARPGROUP
 POSTPROCESS_PITCH_PADDING = 8
 """Elements between the rows of the postprocess kernel's shared tile, against bank conflicts."""
@@ -157,11 +160,15 @@ def _row_block_grid(tile_m: int, problem: ForwardProblem) -> tuple[int, int, int
     return (-(-problem.seqlen_q // tile_m) * problem.heads * problem.batch, 1, 1)
 
 
-def preprocess_kernel(tile_m: int, buffers: tuple[int | None, ...], problem: ForwardProblem) -> Kernel:
-    """Launch of artefact 0; buffers out, dout, lse, dlse, lse2, delta, turn or None, batch_info or None."""
+def preprocess_kernel(padding: int, buffers: tuple[int | None, ...], problem: ForwardProblem) -> Kernel:
+    """Launch of artefact 0, with rows padded to a multiple of ``padding``.
+
+    ``buffers``: out, dout, lse, dlse, lse2, delta, turn or None, batch_info or None.
+    """
+    rows = -(-problem.seqlen_q // padding) * padding
     return Kernel(
         artefact=0,
-        grid=_row_block_grid(tile_m, problem),
+        grid=(rows // PREPROCESS_ROWS * problem.heads * problem.batch, 1, 1),
         block=(PREPROCESS_THREADS, 1, 1),
         cluster=(1, 1, 1),
         shared_bytes=0,

@@ -17,8 +17,9 @@ from jax_fa4.kernels.spec import KernelSpec
 SHARED_LIMIT = 227 * 1024
 """Dynamic shared memory of a block on sm_90, in bytes."""
 
-ROW_PADDING = 128
-"""Query rows of a head are padded to a multiple of this in the row statistics (see ``backward/scratch.py``)."""
+ROW_PADDING = 384
+"""Query rows of a head are padded to a multiple of this in the row statistics (see ``backward/scratch.py``): whole
+blocks of either kernel."""
 
 
 class NamedBarrier(enum.IntEnum):
@@ -37,6 +38,7 @@ class SplitConfig:
     head_dim_v: int
     tile_m: int
     tile_n: int
+    stages: int
     mask: str
     varlen: bool
 
@@ -54,6 +56,7 @@ class SplitConfig:
             head_dim_v=whole_swizzle_rows(spec.head_dim_v),
             tile_m=spec.tile.m,
             tile_n=spec.tile.n,
+            stages=spec.tile.stages,
             mask=spec.mask,
             varlen=spec.varlen,
         )
@@ -84,8 +87,6 @@ class SplitConfig:
 class KeyValueConfig(SplitConfig):
     """dK and dV of 64 keys: one consumer warpgroup computes P and dV, the other dP, dS and dK."""
 
-    stages = 2
-
     @property
     def row_stat_bytes(self) -> int:
         """Bytes of one block of ``lse2`` or ``delta``."""
@@ -97,9 +98,17 @@ class KeyValueConfig(SplitConfig):
         return self.tile_m * self.tile_n
 
     @property
+    def exchange_stages(self) -> int:
+        return 2 if self._bytes_with(2) <= SHARED_LIMIT else 1
+
+    @property
     def shared_bytes(self) -> int:
-        streams = self.query_bytes + self.dout_bytes + 2 * self.row_stat_bytes + self.exchange_elements * 4
-        return self.key_bytes + self.value_bytes + self.stages * streams + self.reserved_bytes
+        return self._bytes_with(self.exchange_stages)
+
+    def _bytes_with(self, exchange_stages: int) -> int:
+        streams = self.stages * (self.query_bytes + self.dout_bytes + 2 * self.row_stat_bytes)
+        exchange = exchange_stages * self.exchange_elements * 4
+        return self.key_bytes + self.value_bytes + streams + exchange + self.reserved_bytes
 
 
 @dataclass(frozen=True)

@@ -258,19 +258,31 @@ def value_step(
     stage = step % c.stages
     probabilities(c, work, p.score_acc, row_statistics(c, shared.lse2[None, stage]), m, row, scale_log2)
     arrive_once_per_warp(shared.query_ring.empty + stage)
+    slot = step % c.exchange_stages
     shared.exchange_ring.wait_empty(step)
-    cute.autovec_copy(as_vectors(p.score_acc), exchange_fragment(c, shared, stage, thread))
-    arrive_once_per_warp(shared.exchange_ring.full + stage)
-    warpgroup.wait_group(0)
-    if step > 0:
-        arrive_once_per_warp(shared.dout_ring.empty + (step - 1) % c.stages)
+    cute.autovec_copy(as_vectors(p.score_acc), exchange_fragment(c, shared, slot, thread))
+    arrive_once_per_warp(shared.exchange_ring.full + slot)
+    finish_gradient(c, shared.dout_ring, step)
     wgmma.to_operand(p.score_acc, p.operand)
     if const_expr(not last):
         shared.query_ring.wait_full(step + 1)
     shared.dout_ring.wait_full(step)
-    if const_expr(not last):
+    issue_products(c, p, step, last)
+
+
+@cute.jit
+def finish_gradient(c: KeyValueConfig, ring: Any, step: Int32) -> None:
+    """Waits for the gradient's product of the step before: its operand registers and its streamed tile are free."""
+    warpgroup.wait_group(0)
+    if step > 0:
+        arrive_once_per_warp(ring.empty + (step - 1) % c.stages)
+
+
+def issue_products(c: KeyValueConfig, p: RoleProducts, step: Int32, last: bool) -> None:
+    """The score tile of the next step, complete on exit, and behind it the gradient's product of this one."""
+    if not last:
         p.issue_score((step + 1) % c.stages)
-    p.issue_gradient(stage)
+    p.issue_gradient(step % c.stages)
     warpgroup.wait_group(0 if last else 1)
 
 
@@ -305,23 +317,19 @@ def key_step(
     """One step of the key warpgroup. On entry dP of the step is complete and dK of the one before still runs; unless
     ``last``, the same holds for the next step on exit."""
     stage = step % c.stages
+    slot = step % c.exchange_stages
     probability = cute.make_rmem_tensor(p.score_acc.layout, Float32)
     shared.exchange_ring.wait_full(step)
-    cute.autovec_copy(exchange_fragment(c, shared, stage, thread), as_vectors(probability))
+    cute.autovec_copy(exchange_fragment(c, shared, slot, thread), as_vectors(probability))
+    arrive_once_per_warp(shared.exchange_ring.empty + slot)
     score_gradients(c, probability, p.score_acc, row_statistics(c, shared.delta[None, stage]))
-    arrive_once_per_warp(shared.exchange_ring.empty + stage)
     arrive_once_per_warp(shared.dout_ring.empty + stage)
-    warpgroup.wait_group(0)
-    if step > 0:
-        arrive_once_per_warp(shared.query_ring.empty + (step - 1) % c.stages)
+    finish_gradient(c, shared.query_ring, step)
     wgmma.to_operand(p.score_acc, p.operand)
     if const_expr(not last):
         shared.dout_ring.wait_full(step + 1)
     shared.query_ring.wait_full(step)
-    if const_expr(not last):
-        p.issue_score((step + 1) % c.stages)
-    p.issue_gradient(stage)
-    warpgroup.wait_group(0 if last else 1)
+    issue_products(c, p, step, last)
 
 
 @cute.jit

@@ -83,20 +83,20 @@ def allocate_key_value(c: KeyValueConfig) -> KeyValueShared:
         dout: tile("dout")  # type: ignore[valid-type]
         key: tile("key")  # type: ignore[valid-type]
         value: tile("value")  # type: ignore[valid-type]
-        exchange: cute.struct.Align[cute.struct.MemRange[Float32, c.exchange_elements * c.stages], 128]
+        exchange: cute.struct.Align[cute.struct.MemRange[Float32, c.exchange_elements * c.exchange_stages], 128]
         lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.stages], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.stages], 128]
-        barriers: cute.struct.MemRange[Int64, 2 * (2 + 3 * c.stages)]
+        barriers: cute.struct.MemRange[Int64, 2 * (2 + 2 * c.stages + c.exchange_stages)]
 
     storage = _allocate(Storage, c.shared_bytes)
     rows = cute.make_layout((c.tile_m, c.stages))
-    rings = _rings(storage.barriers.data_ptr(), (1, 1, c.stages, c.stages, c.stages))
+    rings = _rings(storage.barriers.data_ptr(), (1, 1, c.stages, c.stages, c.exchange_stages))
     names = ("key_ring", "value_ring", "query_ring", "dout_ring", "exchange_ring")
     return KeyValueShared(
         **_tiles(storage, layouts),
         lse2=storage.lse2.get_tensor(rows),
         delta=storage.delta.get_tensor(rows),
-        exchange=storage.exchange.get_tensor(cute.make_layout((c.exchange_elements, c.stages))),
+        exchange=storage.exchange.get_tensor(cute.make_layout((c.exchange_elements, c.exchange_stages))),
         **dict(zip(names, rings, strict=True)),
     )
 
