@@ -23,6 +23,8 @@ from jax_fa4 import attention
 BATCH, HEADS, HEAD_DIM = 1, 2, 64
 JAX_NN = "jax.nn.dot_product_attention"
 Run = Callable[[], None]
+Times = list[tuple[float, float]]
+"""(wall-clock seconds, CPU seconds of the process) for each round."""
 
 
 def build(length: int, implementation: str, causal: bool) -> tuple[Run, int]:
@@ -31,36 +33,37 @@ def build(length: int, implementation: str, causal: bool) -> tuple[Run, int]:
     shape = (BATCH, length, HEADS, HEAD_DIM)
     query, key, value, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(4))
 
-    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array, weight: jax.Array) -> jax.Array:
         if implementation == JAX_NN:
             return (jax.nn.dot_product_attention(query, key, value, is_causal=causal) * weight).sum()
         return (attention(query, key, value, is_causal=causal, implementation=implementation) * weight).sum()
 
-    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(query, key, value).compile()
-    return lambda: jax.block_until_ready(compiled(query, key, value)), compiled.memory_analysis().temp_size_in_bytes
+    operands = query, key, value, weight
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(*operands).compile()
+    return lambda: jax.block_until_ready(compiled(*operands)), compiled.memory_analysis().temp_size_in_bytes
 
 
-def compare(first: Run, second: Run, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of each run, taking turns; one unmeasured round before."""
-    times: tuple[list[float], list[float]] = ([], [])
+def compare(first: Run, second: Run, repeats: int) -> tuple[Times, Times]:
+    """Times of each run, taking turns; one unmeasured round before."""
+    times: tuple[Times, Times] = ([], [])
     for measured in [False] + [True] * repeats:
         for run, into in zip((first, second), times, strict=True):
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             run()
             if measured:
-                into.append(time.perf_counter() - start)
+                into.append((time.perf_counter() - wall, time.process_time() - cpu))
     return times
 
 
-def row(what: str, target: str, first: list[float], second: list[float]) -> list[str]:
-    ratios = [a / b for a, b in zip(first, second, strict=True)]
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+def row(what: str, target: str, first: Times, second: Times) -> list[str]:
+    """The cells of one comparison."""
+    wall, cpu = ([a[k] / b[k] for a, b in zip(first, second, strict=True)] for k in (0, 1))
     return [
         what,
-        f"{statistics.median(first):.3f} s",
-        f"{statistics.median(second):.3f} s",
-        f"{statistics.median(ratios):.2f} ({spread})",
-        f"{min(first) / min(second):.2f}",
+        *(f"{statistics.median(x[0] for x in times):.3f} s" for times in (first, second)),
+        f"{statistics.median(wall):.2f} ({min(wall):.2f} to {max(wall):.2f})",
+        f"{min(first)[0] / min(second)[0]:.2f}",
+        f"{statistics.median(cpu):.2f} ({min(cpu):.2f} to {max(cpu):.2f})",
         target,
     ]
 
@@ -68,7 +71,7 @@ def row(what: str, target: str, first: list[float], second: list[float]) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds")
-    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    parser.add_argument("--markdown", type=Path, help="also append the tables to this file")
     arguments = parser.parse_args()
     lines = []
 
@@ -89,8 +92,8 @@ def main() -> None:
         target = "under 300 MB" if length == 32768 else ""
         say(f"| {implementation}, T=S={length}{', causal' if causal else ''} | {size / 1e6:.1f} MB | {target} |")
     say("")
-    say("| compared | first, median | second, median | ratio: median (range) | ratio of minima | target |")
-    say("|---|---|---|---|---|---|")
+    say("| compared | first, median | second, median | ratio: median (range) | of fastest | of CPU time | target |")
+    say("|---|---|---|---|---|---|---|")
     causal, _ = build(8192, "blockwise", True)
     full, _ = build(8192, "blockwise", False)
     cells = row("blockwise T=8192: causal / full", "at most 0.60", *compare(causal, full, arguments.repeats))
@@ -104,10 +107,12 @@ def main() -> None:
             cells = row(f"T={length}: blockwise / {name}", target, *compare(blockwise, plain, repeats))
             say(f"| {' | '.join(cells)} |")
     say("")
-    say(f"jax {jax.__version__}, {os.cpu_count()} CPUs, load average (1, 5, 15 min) at the end {os.getloadavg()}")
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    say(f"jax {jax.__version__}, {os.cpu_count()} CPUs, load average over 1, 5 and 15 minutes at the end: {load}.")
     if arguments.markdown:
         arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text("\n".join(lines) + "\n")
+        with arguments.markdown.open("a") as file:
+            file.write("\n".join(["", f"## jax {jax.__version__}", "", *lines]) + "\n")
 
 
 if __name__ == "__main__":
