@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 Fault = tuple[str, int, str]
 """(kind, 1-based line, the whole mutated text)"""
 
-_WAIT = r"(mbarrier\.try_wait\.parity\.shared\S*\.b64) (\w+), (\[[^\]]+\]), (%?\w+)(, \d+)?;"
+_WAIT = r"(mbarrier\.try_wait\.parity\S*\.b64) (\w+), (\[[^\]]+\]), (%?\w+)(, \d+)?;"
 _COUNT = r"(mbarrier\.init\S* \s*\[[^\]]+\]), (%\w+);"
 _EXPECT = r"(mbarrier\.arrive\.expect_tx\S* [^;]*\]), (%?\w+);"
 _ARRIVE = r"mbarrier\.arrive\.(?!expect)[^;]*;"
@@ -46,6 +46,15 @@ RULES: dict[str, tuple[str, str | Callable[[re.Match], str]]] = {
     ),
     "bulk wait removed": (r"cp\.async\.bulk\.wait_group[^;]*;", ""),
     "bulk commit removed": (r"cp\.async\.bulk\.commit_group[^;]*;", ""),
+    "warp barrier removed": (r"bar\.warp\.sync[^;]*;", ""),
+    "tcgen05 load wait removed": (r"tcgen05\.wait::ld[^;]*;", ""),
+    "tcgen05 store wait removed": (r"tcgen05\.wait::st[^;]*;", ""),
+    "tcgen05 commit removed": (r"tcgen05\.commit[^;]*;", ""),
+    "tcgen05 commit to the next barrier": (r"(tcgen05\.commit[^\[]*\[%\w+)\]", r"\1+8]"),
+    "tcgen05 fence before removed": (r"tcgen05\.fence::before[^;]*;", ""),
+    "tcgen05 fence after removed": (r"tcgen05\.fence::after[^;]*;", ""),
+    "tcgen05 product removed": (r"tcgen05\.mma[^;]*;", ""),
+    "tensor memory not freed": (r"tcgen05\.dealloc[^;]*;", ""),
     "shuffle over other lanes": (r"(shfl\.sync\.bfly\.b32[^;]*), (\d+), 31", lambda m: f"{m[1]}, {int(m[2]) * 4}, 31"),
 }
 """Kind of fault -> (pattern in one line, replacement)."""

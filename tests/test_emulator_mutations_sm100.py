@@ -1,0 +1,82 @@
+"""Faults planted in the PTX of the Blackwell forward are found: what test_emulator_mutations.py does for Hopper's.
+
+The default run plants a few faults of each kind, spread over the kernel; ``--long`` plants all of them.
+"""
+
+import pytest
+
+from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
+from tests.emulator.errors import EmulatorError
+from tests.emulator.launch import Options
+from tests.emulator.mutants import RULES, faults
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+
+CASE = ForwardCase(130, 300, 128, heads=3, multiprocessors=1, ramp=0.01, arch="sm_100f")
+"""Three tiles in one CTA, three key blocks each, a ring that wraps, moving maxima."""
+
+SHARE = {
+    "wait skipped": 0.6,  # of two waits in a row the second may imply the first
+    "phase flipped": 0.8,
+    "one arrival more in the count": 0.8,
+    "arrival removed": 0.8,
+    "arrival doubled": 0.8,
+    "warp barrier removed": 0.25,  # collective tcgen05 waits order the lanes' tensor-memory accesses as well
+    "bulk wait removed": 0.3,  # of a wait for reading and one for writing the first may be implied
+    "bulk commit removed": 0.4,
+    "tcgen05 fence before removed": 0.4,  # fences around allocation order nothing, and two in a row are one
+    "tcgen05 fence after removed": 0.6,
+}
+"""Least share of the faults of a kind that must be found, where it is not all of them."""
+
+PER_KIND = 4
+
+
+def kinds() -> list[str]:
+    """The kinds of fault that the kernel has a place for: no wgmma, no shuffles of partial results."""
+    absent = ("wgmma", "shuffle", "barrier arrival")
+    return [kind for kind in RULES if not kind.startswith(absent)]
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return CASE.operands(1)
+
+
+def options(seed: int) -> Options:
+    return Options(seed=seed, tensor_fences=True)
+
+
+@pytest.fixture(scope="module")
+def executed(operands):
+    """PTX lines that a clean run reaches."""
+    result = run_forward(CASE, operands, options(1))
+    assert_right(CASE, operands, result)
+    return result.reports[0].lines
+
+
+def is_found(ptx: str, operands, seeds: int) -> bool:
+    for seed in range(1, seeds + 1):
+        try:
+            assert_right(CASE, operands, run_forward(CASE, operands, options(seed), ptx))
+        except (EmulatorError, AssertionError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_faults_are_found(kind, operands, executed, pytestconfig):
+    thorough = pytestconfig.getoption("--long")
+    planted = list(faults(artefact(CASE.spec).ptx, executed, (kind,)))
+    assert planted, f"the kernel has nothing where '{kind}' could be planted"
+    if not thorough and len(planted) > PER_KIND:
+        planted = [planted[i * len(planted) // PER_KIND] for i in range(PER_KIND)]
+    missed = [line for _, line, mutant in planted if not is_found(mutant, operands, 20 if thorough else 3)]
+    share = SHARE.get(kind, 1.0) if thorough else min(SHARE.get(kind, 1.0), 1.0) * 0.99 - (kind in SHARE) * 0.25
+    found = len(planted) - len(missed)
+    assert found >= share * len(planted), f"{len(missed)} of {len(planted)} not found, at PTX lines {missed}"
+
+
+def test_schedules_of_the_kernel_itself_are_clean(operands, pytestconfig):
+    for seed in range(200 if pytestconfig.getoption("--long") else 10):
+        assert_right(CASE, operands, run_forward(CASE, operands, options(seed)))
