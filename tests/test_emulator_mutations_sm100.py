@@ -17,17 +17,14 @@ CASE = ForwardCase(130, 300, 128, heads=3, multiprocessors=1, ramp=0.01, arch="s
 
 SHARE = {
     "wait skipped": 0.6,  # of two waits in a row the second may imply the first
-    "phase flipped": 0.8,
-    "one arrival more in the count": 0.8,
-    "arrival removed": 0.8,
-    "arrival doubled": 0.8,
+    "phase flipped": 0.9,
+    "one arrival more in the count": 0.9,
     "warp barrier removed": 0.25,  # collective tcgen05 waits order the lanes' tensor-memory accesses as well
-    "bulk wait removed": 0.3,  # of a wait for reading and one for writing the first may be implied
-    "bulk commit removed": 0.4,
+    "bulk wait removed": 0.6,  # the last one before the exit
     "tcgen05 fence before removed": 0.4,  # fences around allocation order nothing, and two in a row are one
     "tcgen05 fence after removed": 0.6,
 }
-"""Least share of the faults of a kind that must be found, where it is not all of them."""
+"""Least share of the faults of a kind that must be found, where it is not all of them (of a sample: one at least)."""
 
 PER_KIND = 4
 
@@ -72,9 +69,9 @@ def test_faults_are_found(kind, operands, executed, pytestconfig):
     if not thorough and len(planted) > PER_KIND:
         planted = [planted[i * len(planted) // PER_KIND] for i in range(PER_KIND)]
     missed = [line for _, line, mutant in planted if not is_found(mutant, operands, 20 if thorough else 3)]
-    share = SHARE.get(kind, 1.0) if thorough else min(SHARE.get(kind, 1.0), 1.0) * 0.99 - (kind in SHARE) * 0.25
     found = len(planted) - len(missed)
-    assert found >= share * len(planted), f"{len(missed)} of {len(planted)} not found, at PTX lines {missed}"
+    least = len(planted) if kind not in SHARE else SHARE[kind] * len(planted) if thorough else 1
+    assert found >= least, f"{len(missed)} of {len(planted)} not found, at PTX lines {missed}"
 
 
 def test_schedules_of_the_kernel_itself_are_clean(operands, pytestconfig):
