@@ -98,6 +98,7 @@ class Program:
 
 _PARSED: dict[str, dict[str, Kernel]] = {}
 _PROGRAMS: dict[tuple, Program] = {}
+KEPT_PROGRAMS = 64
 
 
 def program(ptx: str, entry: str, block: tuple[int, int, int]) -> Program:
@@ -114,6 +115,9 @@ def program(ptx: str, entry: str, block: tuple[int, int, int]) -> Program:
         kernel = kernels[entry]
         if kernel.reqntid and tuple(block) != kernel.reqntid:
             raise EmulatorError(f"block {tuple(block)} but the kernel requires {kernel.reqntid}")
+        for kept in (_PROGRAMS, _PARSED):
+            while len(kept) >= KEPT_PROGRAMS:
+                kept.pop(next(iter(kept)))  # the oldest: mutants come by the hundred
         found = _PROGRAMS[key] = Program(kernel, block)
     return found
 
