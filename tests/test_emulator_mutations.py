@@ -16,12 +16,18 @@ CASE = ForwardCase(400, 420, 64, mask="causal", multiprocessors=1, ramp=0.01)
 """Several tiles in one CTA, several key blocks each, moving maxima: every buffer and phase is used again."""
 
 SHARE = {
-    "wait skipped": 0.7,  # of two waits in a row the second may imply the first
-    "wgmma commit removed": 0.7,
+    "wait skipped": 0.6,  # of two waits in a row the second may imply the first
+    "wgmma wait removed": 0.6,  # a later wait may come before anybody looks
+    "wgmma wait leaves one more group": 0.6,
+    "wgmma commit removed": 0.6,
     "wgmma fence removed": 0.5,  # of two fences without register writes between, one is enough
+    "proxy fence removed": 0.6,
     "CTA barrier removed": 0.8,
+    "bulk wait removed": 0.5,  # one at the very end follows
+    "bulk commit removed": 0.5,
     "shuffle over other lanes": 0.5,  # lanes may agree already
 }
+OVERALL = 0.85
 AT_LEAST = 60
 
 
@@ -54,7 +60,7 @@ def is_found(ptx: str, operands, seeds: int) -> bool:
 
 @pytest.mark.parametrize("kind", RULES)
 def test_faults_are_found(kind, operands, executed, tally, pytestconfig):
-    seeds = 20 if pytestconfig.getoption("--long") else 6
+    seeds = 20 if pytestconfig.getoption("--long") else 4
     missed, total = [], 0
     for _, line, mutant in faults(artefact(CASE.spec).ptx, executed, (kind,)):
         total += 1
@@ -62,12 +68,15 @@ def test_faults_are_found(kind, operands, executed, tally, pytestconfig):
             missed.append(line)
     assert total, f"the kernel has nothing where '{kind}' could be planted"
     tally[kind] = total - len(missed)
+    tally["planted"] += total
     assert tally[kind] >= SHARE.get(kind, 1.0) * total, f"{len(missed)} of {total} not found, at PTX lines {missed}"
 
 
 def test_enough_faults(tally):
-    if len(tally) == len(RULES):  # all kinds ran in this process
-        assert tally.total() >= AT_LEAST
+    found = tally.total() - tally["planted"]
+    if len(tally) == len(RULES) + 1:  # all kinds ran in this process
+        assert found >= AT_LEAST
+        assert found >= OVERALL * tally["planted"]
 
 
 def test_mask_off_by_one_is_found(operands):
