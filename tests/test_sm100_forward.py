@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jax_fa4.kernels.spec import sm100_pair_tile
@@ -71,6 +73,25 @@ PAIRED = (
 @pytest.mark.parametrize(("case", "growth"), PAIRED, ids=lambda value: getattr(value, "name", None))
 def test_pairs(case, growth, seed):
     run(case, seed, growth, sm_count=2, tile=sm100_pair_tile(*case.head_dims))
+
+
+LAUNCH_CONTROL = (
+    Case((700, 300), (64, 64), "none", "1", "bfloat16", batch=1),
+    Case((300, 300), (256, 256), "causal_lengths", "1", "bfloat16", batch=3),
+)
+
+
+@pytest.mark.parametrize("case", LAUNCH_CONTROL, ids=lambda case: case.name)
+def test_cluster_launch_control(case, seed):
+    """Two CTAs run at a time and take over the others of the grid."""
+    plain = prepare(case, ARCH, case.operands()).artefact.spec.tile
+    tile = replace(plain, options=(("clc", 1), *plain.options))
+    arrays = case.operands()
+    launch = prepare(case, ARCH, arrays, tile=tile)
+    out, lse, report = launch.run(Options(seed=seed, tensor_fences=True, resident=2))
+    check(case, arrays, out, lse)
+    (kernel,) = launch.plan.steps
+    assert report.counters["clusters_cancelled"] == kernel.grid[0] - 2
 
 
 @pytest.mark.parametrize(("case", "growth"), RACING, ids=lambda value: getattr(value, "name", None))

@@ -149,6 +149,25 @@ def fence_async_shared() -> None:
     assemble("fence.proxy.async.shared::cta;")
 
 
+def request_cluster(response: Int32, barrier: Int32) -> None:
+    """Asks for a CTA of the grid that has not started (cluster launch control): it will not start, the caller takes its
+    work. 16 bytes at ``response`` (aligned) say whether there was one; ``barrier`` counts them."""
+    text = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [$0], [$1];"
+    assemble(text, [], [response, barrier])
+
+
+def requested_cluster(response: Int32) -> tuple[Boolean, Int32]:
+    """Whether :func:`request_cluster` got a CTA, and its x coordinate in the grid (0 if not)."""
+    text = (
+        "{ .reg .b128 r; .reg .b64 low, high; .reg .pred got;\n"
+        "ld.shared.v2.b64 {low, high}, [$2]; mov.b128 r, {low, high};\n"
+        "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 got, r; selp.b32 $0, 1, 0, got; mov.b32 $1, 0;\n"
+        "@got clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 $1, r; }"
+    )
+    got, x = assemble(text, [Int32, Int32], [response])
+    return got != Int32(0), x
+
+
 # --- tensor memory ----------------------------------------------------------------------------------------------------
 
 

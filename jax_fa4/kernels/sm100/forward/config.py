@@ -62,6 +62,7 @@ class ForwardConfig:
     v_chunks: int
     exp2_fma_pairs: int
     ctas: int
+    launch_control: bool
 
     @classmethod
     def from_spec(cls, spec: KernelSpec) -> ForwardConfig:
@@ -79,7 +80,12 @@ class ForwardConfig:
             v_chunks=tile.option("vchunks", 1),
             exp2_fma_pairs=tile.option("exp2fma", 0),
             ctas=tile.option("ctas", 1),
+            launch_control=bool(tile.option("clc", 0)),
         )
+
+    def __post_init__(self) -> None:
+        if self.launch_control and self.ctas != 1:
+            raise ValueError("option clc is 1 with ctas 2; cluster launch control is for single CTAs")
 
     # --- shapes ---
 
@@ -186,6 +192,15 @@ class ForwardConfig:
     @property
     def store_warp(self) -> int:
         return self.mma_warp + 2
+
+    @property
+    def scheduler_warp(self) -> int:
+        """Asks for further work with cluster launch control, and is idle without."""
+        return self.mma_warp + 3
+
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
 
     @property
     def registers(self) -> tuple[int, int, int]:

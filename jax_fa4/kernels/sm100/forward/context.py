@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from jax_fa4.kernels.common.invariant import Invariant
 from jax_fa4.kernels.sm100 import ptx
 from jax_fa4.kernels.sm100.forward.config import ForwardConfig
 from jax_fa4.kernels.sm100.forward.pipeline import Edges
+from jax_fa4.kernels.sm100.forward.scheduler import Scheduler
 from jax_fa4.kernels.sm100.forward.shared import SharedMap
 from jax_fa4.kernels.sm100.forward.work import Problem
 
@@ -37,6 +37,7 @@ class Context(Invariant):
     base: Int32
     rank: Int32 | int
     edges: Edges
+    scheduler: Scheduler
     maps: TensorMaps
     problem: Problem
     scale_log2: Float32
@@ -47,14 +48,6 @@ class Context(Invariant):
     def slot_address(self, slot: Int32) -> Int32:
         """Shared-memory address of a slot of the K/V ring."""
         return self.base + self.shared.kv + slot * self.config.kv_slot_bytes
-
-    def first_tile(self) -> Int32:
-        """Index of this CTA's (or pair's) first work item."""
-        return cute.arch.block_idx()[0] // self.config.ctas
-
-    def next_tile(self, index: Int32) -> Int32:
-        """Index of the item after ``index``: the CTAs take turns (with one CTA an item, there is none)."""
-        return index + cute.arch.grid_dim()[0] // self.config.ctas
 
     def arrive_mma(self, barrier: Int32) -> None:
         """One arrival at a barrier that the MMA warp waits for."""

@@ -49,7 +49,8 @@ class CorrectionRole:
     def run(self):
         c = self.c
         stages = c.config.q_stages
-        index = c.first_tile()
+        index = c.scheduler.first()
+        asked = Int32(0)
         block = Int32(0)
         tiles = Int32(0)
         while index < c.problem.order.total:
@@ -66,7 +67,7 @@ class CorrectionRole:
             else:
                 for stage in cutlass.range_constexpr(stages):
                     self.empty_tile(tile, stage)
-            index = c.next_tile(index)
+            index, asked = c.scheduler.next(index, asked)
 
     @cute.jit
     def rescale(self, stage: cutlass.Constexpr, block):

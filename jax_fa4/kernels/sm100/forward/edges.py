@@ -18,6 +18,7 @@ p_late    softmax     mma         the last quarter
 o         mma         correction  O with one more block added. Empty: rescaled (or, after the last block, read out)
 stat      softmax     correction  the rescale factor of a block; after the last one, sum and maximum of each row
 out       correction  store       the finished O tile in shared memory
+work      scheduler   all warps   the next tile, with cluster launch control only (each warp arrives when it has read)
 ========= =========== =========== ======================================================================================
 
 In a pair of CTAs, what the MMA warp waits for (q, kv and p full, o empty) are barriers of the first CTA, where both
@@ -51,7 +52,9 @@ class EdgeSpec:
 def edge_specs(config: ForwardConfig) -> tuple[EdgeSpec, ...]:
     """The edges of one configuration, in the order of their barriers in shared memory."""
     tiles, both = config.q_stages, WARPS * config.ctas
+    work = (EdgeSpec("work", "scheduler", "all", 2, full=1, empty=config.warps),) if config.launch_control else ()
     return (
+        *work,
         EdgeSpec("q", "load", "mma", tiles, full=1, empty=2 if config.o_over_q else 1),
         EdgeSpec("kv", "load", "mma", config.kv_stages, full=1, empty=1),
         EdgeSpec("s", "mma", "softmax", 2, full=1, empty=0),

@@ -25,6 +25,7 @@ from jax_fa4.kernels.sm100.forward.correction import CorrectionRole
 from jax_fa4.kernels.sm100.forward.load import LoadRole
 from jax_fa4.kernels.sm100.forward.mma import MmaRole
 from jax_fa4.kernels.sm100.forward.pipeline import Edges
+from jax_fa4.kernels.sm100.forward.scheduler import Scheduler
 from jax_fa4.kernels.sm100.forward.shared import ALIGNMENT, SharedMap
 from jax_fa4.kernels.sm100.forward.softmax import SoftmaxRole
 from jax_fa4.kernels.sm100.forward.store import StoreRole
@@ -150,6 +151,7 @@ class ForwardKernel:
             base=base,
             rank=rank,
             edges=edges,
+            scheduler=Scheduler(config, edges, base + self.shared.responses, total),
             maps=maps,
             problem=Problem(
                 config=config,
@@ -208,6 +210,8 @@ class ForwardKernel:
                 LoadRole(context).run()
             elif warp == config.store_warp:
                 StoreRole(context).run()
+            elif warp == config.scheduler_warp:
+                context.scheduler.run()
         elif warp >= config.correction_warp:
             ptx.set_registers(correction_registers, grow=False)
             CorrectionRole(context).run()

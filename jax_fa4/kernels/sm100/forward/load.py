@@ -32,7 +32,8 @@ class LoadRole:
     def run(self):
         c = self.c
         leader = ptx.elect()
-        index = c.first_tile()
+        index = c.scheduler.first()
+        asked = Int32(0)
         slot = Int32(0)
         use = Int32(0)
         q_use = Int32(0)
@@ -57,7 +58,7 @@ class LoadRole:
                         slot, use = self.load_v(tile, block + 1, slot, use, leader)
                 slot, use = self.load_v(tile, block, slot, use, leader)
                 q_use = q_use + 1
-            index = c.next_tile(index)
+            index, asked = c.scheduler.next(index, asked)
         # The tensor core's last arrivals at these barriers must not come after the CTA's end.
         for _ in cutlass.range_constexpr(c.config.kv_stages):
             c.edges.kv.wait_empty(slot, use)

@@ -50,7 +50,8 @@ class MmaRole:
     def run(self):
         c = self.c
         leader = ptx.elect()
-        index = c.first_tile()
+        index = c.scheduler.first()
+        asked = Int32(0)
         slot = Int32(0)
         use = Int32(0)
         tiles = Int32(0)
@@ -63,7 +64,7 @@ class MmaRole:
                 else:
                     slot, use, block = self.wide(tile.blocks, slot, use, tiles, block, leader)
                 tiles = tiles + 1
-            index = c.next_tile(index)
+            index, asked = c.scheduler.next(index, asked)
 
     @cute.jit
     def paired(self, blocks, slot, use, tiles, block, leader):

@@ -60,6 +60,7 @@ class Edges(Invariant):
     o: Edge
     stat: Edge
     out: Edge
+    work: Edge
 
     def __init__(self, config: ForwardConfig, base: Int32):
         self.all: list[Edge] = []

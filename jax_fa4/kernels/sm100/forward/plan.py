@@ -66,11 +66,12 @@ def forward_kernel(artefact: Artefact, problem: ForwardProblem, sm_count: int) -
     )
     parameters += [Scalars("i", (value,)) for value in integers]
     parameters.append(Scalars("f", (max(problem.scale_log2, MIN_SCALE_LOG2),)))
+    static = spec.mask == "none" and not spec.varlen and not config.launch_control
     return Kernel(
         artefact=0,
         # Tiles of one length: persistent CTAs. Others: one CTA a tile, so that the hardware gives the next tile to
-        # whichever SM is free.
-        grid=(ctas * (min(total, sm_count // ctas) if spec.mask == "none" and not spec.varlen else total), 1, 1),
+        # whichever SM is free (with cluster launch control, to a CTA that runs already).
+        grid=(ctas * (min(total, sm_count // ctas) if static else total), 1, 1),
         block=(config.threads, 1, 1),
         cluster=(ctas, 1, 1),
         shared_bytes=SharedMap.of(config).size,

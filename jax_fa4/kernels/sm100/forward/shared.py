@@ -16,6 +16,9 @@ ALIGNMENT = 1024
 
 STAT_BYTES = ROWS * 4
 
+RESPONSE_BYTES = 16
+"""One answer of cluster launch control."""
+
 
 @dataclass(frozen=True)
 class SharedMap:
@@ -26,6 +29,7 @@ class SharedMap:
     o: int
     o_stride: int
     stat: int
+    responses: int
     barriers: int
     tmem_base: int
     size: int
@@ -42,9 +46,10 @@ class SharedMap:
             o, o_stride, end = end, config.o_bytes, end + config.q_stages * config.o_bytes
         stat = end
         # Two floats per row: the factor or the sum, and the maximum.
-        barriers = stat + config.q_stages * 2 * STAT_BYTES
+        responses = stat + config.q_stages * 2 * STAT_BYTES
+        barriers = responses + (2 * RESPONSE_BYTES if config.launch_control else 0)
         tmem_base = barriers + barrier_bytes(config)
         size = tmem_base + 8
         if size > SHARED_LIMIT:
             raise ValueError(f"{config} needs {size} bytes of shared memory, limit {SHARED_LIMIT}")
-        return cls(q, kv, o, o_stride, stat, barriers, tmem_base, size)
+        return cls(q, kv, o, o_stride, stat, responses, barriers, tmem_base, size)

@@ -60,7 +60,8 @@ class SoftmaxRole:
     @cute.jit
     def run(self):
         c = self.c
-        index = c.first_tile()
+        index = c.scheduler.first()
+        asked = Int32(0)
         count = Int32(0)
         stats = Int32(0)
         while index < c.problem.order.total:
@@ -80,7 +81,7 @@ class SoftmaxRole:
                 ptx.store_shared(self.stat + STAT_BYTES, maximum)
                 self.arrive(c.edges.stat.full(self.stage))
                 stats = stats + 1
-            index = c.next_tile(index)
+            index, asked = c.scheduler.next(index, asked)
 
     @cute.jit
     def step(self, mask, block, count, stats, first, maximum, total):

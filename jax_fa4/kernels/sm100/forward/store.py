@@ -26,7 +26,8 @@ class StoreRole:
         c = self.c
         stages = c.config.q_stages
         leader = ptx.elect()
-        index = c.first_tile()
+        index = c.scheduler.first()
+        asked = Int32(0)
         tiles = Int32(0)
         while index < c.problem.order.total:
             tile = c.problem.tile(index)
@@ -42,7 +43,7 @@ class StoreRole:
                         if cutlass.const_expr(c.config.o_over_q):
                             ptx.mbarrier_arrive(c.edges.q.empty(stage))
                 tiles = tiles + 1
-            index = c.next_tile(index)
+            index, asked = c.scheduler.next(index, asked)
         # Shared memory must outlive the last reads, global visibility comes with the kernel's end.
         if leader:
             ptx.bulk_wait(0, read=False)
