@@ -33,10 +33,13 @@ BUILDERS: dict[tuple[str, str], str] = {
     ("sm_90a", "backward_query"): "jax_fa4.kernels.sm90.backward_split.query",
     ("sm_90a", "backward_postprocess"): "jax_fa4.kernels.support.postprocess",
     ("sm_100f", "forward"): "jax_fa4.kernels.sm100.forward.kernel",
+    ("sm_100f", "backward_preprocess"): "jax_fa4.kernels.support.preprocess",
+    ("sm_100f", "backward_main"): "jax_fa4.kernels.sm100.backward.kernel",
+    ("sm_100f", "backward_postprocess"): "jax_fa4.kernels.support.postprocess",
 }
 """Module that builds the kernel of each (arch, kind)."""
 
-_SOURCE_FOLDERS = {"sm_90a": ("common", "support", "sm90"), "sm_100f": ("common", "support", "sm100")}
+_SOURCE_FOLDERS = {"sm_90a": ("common", "support", "sm90"), "sm_100f": ("common", "support", "sm90/backward", "sm100")}
 
 
 class CompileError(RuntimeError):

@@ -299,6 +299,28 @@ def pair_tile(spec: KernelSpec) -> Tile | None:
     return sm100_pair_tile(spec.head_dim, spec.head_dim_v)
 
 
+def _sm100_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """128 query rows by 128 keys, two stages of Q; option ``dout``: stages of dO, two where shared memory has room.
+
+    S, dP (or dQ), dK and dV fill tensor memory at 128 columns each.
+    """
+    if splits_backward(head_dim, head_dim_v):
+        raise UnsupportedSpecError(
+            f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; the sm_100f backward takes up to 128"
+        )
+    return Tile(m=128, n=128, stages=2, options=(("dout", 1 if min(head_dim, head_dim_v) > 64 else 2),))
+
+
+def _sm100_preprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """Rows of the main kernel; option ``turns``: it counts turns on dQ."""
+    return Tile(m=_sm100_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("turns", 1),))
+
+
+def _sm100_postprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """Rows of the main kernel; option ``rows``: its dQ has one row a thread."""
+    return Tile(m=_sm100_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("rows", 1),))
+
+
 _TILE_TABLES = {
     ("sm_90a", "forward"): _sm90_forward_tile,
     ("sm_90a", "backward_preprocess"): _sm90_preprocess_tile,
@@ -307,6 +329,9 @@ _TILE_TABLES = {
     ("sm_90a", "backward_main"): _sm90_backward_tile,
     ("sm_90a", "backward_postprocess"): _sm90_backward_tile,
     ("sm_100f", "forward"): _sm100_forward_tile,
+    ("sm_100f", "backward_preprocess"): _sm100_preprocess_tile,
+    ("sm_100f", "backward_main"): _sm100_backward_tile,
+    ("sm_100f", "backward_postprocess"): _sm100_postprocess_tile,
 }
 
 STANDARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -325,7 +350,7 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                 continue
             for dtype in DTYPES:
                 for head_dim, head_dim_v in STANDARD_HEAD_DIMS:
-                    if _other_backward(kind, head_dim, head_dim_v):
+                    if _no_backward(arch, kind, head_dim, head_dim_v):
                         continue
                     for mask in MASKS:
                         for varlen in (False, True):
@@ -345,8 +370,10 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
     return list(specs)
 
 
-def _other_backward(kind: str, head_dim: int, head_dim_v: int) -> bool:
-    """Whether the backward of these head dims does without kernels of this kind."""
+def _no_backward(arch: str, kind: str, head_dim: int, head_dim_v: int) -> bool:
+    """Whether the backward of these head dims does without kernels of this kind, or is not built at all."""
+    if arch == "sm_100f" and kind != "forward" and splits_backward(head_dim, head_dim_v):
+        return True
     if kind in ("backward_main", "backward_postprocess"):
         return splits_backward(head_dim, head_dim_v)
     return kind in ("backward_key_value", "backward_query") and not splits_backward(head_dim, head_dim_v)

@@ -40,6 +40,9 @@ def _finish(t: Translator, ins: Instruction, expr: str, kind: str, uniform: bool
 def arithmetic(t: Translator, ins: Instruction) -> None:
     """add, sub, mul, fma/mad, div for every float type."""
     name, suffix, mode = ins.parts[0], ins.parts[-1], _mode(ins)
+    if suffix in _HALF and ins.parts[-2] == "f32":
+        _mixed(t, ins, name, suffix == "bf16", mode)
+        return
     if suffix in _HALF:
         bf16, kind = _HALF[suffix]
         values = [t.value(o, kind) for o in ins.operands[1:]]
@@ -86,6 +89,18 @@ def arithmetic(t: Translator, ins: Instruction) -> None:
     else:
         raise t.fail(ins)
     _finish(t, ins, expr, kind, uniform)
+
+
+def _mixed(t: Translator, ins: Instruction, name: str, bf16: bool, mode: str) -> None:
+    """add, sub, fma of 16-bit operands (all but the last) with a float32 one: ``fma.rn.f32.bf16 d, a, b, c``."""
+    if name not in ("add", "sub", "fma") or mode != "rn" or "sat" in ins.parts:
+        raise t.fail(ins)
+    *narrow, last = ins.operands[1:]
+    halves = [t.value(o, "h") for o in narrow]
+    wide = t.value(last, "f")
+    a = [f"from_half({v}, {bf16})" for v in halves]
+    expr = f"fma({a[0]}, {a[1]}, {wide})" if name == "fma" else f"({a[0]} {'+' if name == 'add' else '-'} {wide})"
+    _finish(t, ins, expr, "f", wide.uniform and all(v.uniform for v in halves))
 
 
 def unary_float(t: Translator, ins: Instruction) -> None:

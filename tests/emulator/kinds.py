@@ -51,6 +51,9 @@ def choose(kernel: Kernel) -> dict[str, str]:
                 registers(operand, names)
                 for name in names:
                     votes.setdefault(name, [0, 0])
+        elif last in ("f16", "bf16") and parts[-2] == "f32":  # 16-bit operands, but for the last
+            vote([operands[0], operands[-1]], True)
+            vote(operands[1:-1], False)
         elif last in ("f32", "f32x2", "f64") or (base in ("red", "atom") and "f32" in parts):
             vote(operands, True)
         elif base in ("mov", "selp"):

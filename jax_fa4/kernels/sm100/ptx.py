@@ -340,6 +340,11 @@ def load_shared_int(address: Int32) -> Int32:
     return assemble("ld.shared.b32 $0, [$1];", [Int32], [address])[0]
 
 
+def load_shared_floats(address: Int32) -> list[Float32]:
+    """Four float32 values from 16 aligned bytes."""
+    return assemble("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
+
+
 def store_shared(address: Int32, value: Float32) -> None:
     assemble("st.shared.f32 [$0], $1;", [], [address, value])
 

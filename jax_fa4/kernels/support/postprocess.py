@@ -1,6 +1,6 @@
 """Backward postprocess: scales and rounds the float32 dQ scratch into dQ.
 
-Reads each block in the fragment order of :class:`jax_fa4.kernels.sm90.backward.scratch.DqBlock`, turns it round in
+Reads each block in the order of :class:`jax_fa4.kernels.sm90.backward.scratch.DqBlock`, turns it round in
 shared memory and writes whole rows. A block whose counter ``turn`` is still zero had no key block: dQ is zero there
 and its scratch was never written.
 """
@@ -31,7 +31,7 @@ class Postprocess:
 
     def __init__(self, spec: KernelSpec) -> None:
         self.dtype = element_type(spec.dtype)
-        self.block = DqBlock(spec.tile.m, whole_swizzle_rows(spec.head_dim))
+        self.block = DqBlock(spec.tile.m, whole_swizzle_rows(spec.head_dim), by_rows=bool(spec.tile.option("rows")))
         self.counters = spec.deterministic
         self.pitch = self.block.head_dim + POSTPROCESS_PITCH_PADDING
 
@@ -97,8 +97,11 @@ class Postprocess:
         tile = cutlass.utils.SmemAllocator().allocate_tensor(
             self.dtype, cute.make_layout((block_layout.tile_m, self.pitch), stride=(self.pitch, 1)), byte_alignment=16
         )
-        row = (in_chunk // 32) * 16 + (in_chunk % 32) // 4
-        column = (in_chunk % 4) * 2
+        # Each vector is two pairs: 8 rows apart in a wgmma fragment, side by side where a thread holds a row.
+        row, column, rows_apart, columns_apart, vector_columns = in_chunk, Int32(0), 0, 2, 4
+        if const_expr(not block_layout.by_rows):
+            row, column = (in_chunk // 32) * 16 + (in_chunk % 32) // 4, (in_chunk % 4) * 2
+            rows_apart, columns_apart, vector_columns = 8, 0, 8
         if const_expr(block_layout.splits_rows):
             row += chunk * 64
         else:
@@ -108,7 +111,7 @@ class Postprocess:
                 pair = cute.make_rmem_tensor(2, self.dtype)
                 for i in cutlass.range_constexpr(2):
                     pair[i] = (values[2 * r + i, v] * scale).to(self.dtype)
-                offset = (row + 8 * r) * self.pitch + column + 8 * v
+                offset = (row + rows_apart * r) * self.pitch + column + vector_columns * v + columns_apart * r
                 cute.autovec_copy(pair, cute.make_tensor((tile.iterator + offset).align(4), cute.make_layout(2)))
         cute.arch.sync_threads()
 

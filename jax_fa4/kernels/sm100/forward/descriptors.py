@@ -29,12 +29,13 @@ def low_word(address: Int32, leading_bytes: int = 16) -> Int32:
     return ((address >> 4) & 0x3FFF) | ((leading_bytes >> 4) << 16)
 
 
-def instruction_descriptor(dtype: str, m: int, n: int, *, b_is_mn_major: bool) -> int:
-    """The 32-bit instruction descriptor: 16-bit A and B, float32 D, A K-major, one CTA."""
+def instruction_descriptor(dtype: str, m: int, n: int, *, b_is_mn_major: bool, a_is_mn_major: bool = False) -> int:
+    """The 32-bit instruction descriptor: 16-bit A and B, float32 D, one CTA."""
     return (
         (ACCUMULATE_FLOAT32 << 4)
         | (FORMATS[dtype] << 7)
         | (FORMATS[dtype] << 10)
+        | (int(a_is_mn_major) << 15)
         | (int(b_is_mn_major) << 16)
         | ((n >> 3) << 17)
         | ((m >> 4) << 24)

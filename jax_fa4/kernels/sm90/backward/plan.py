@@ -91,14 +91,17 @@ def scratch_shapes(specs: Sequence[KernelSpec], problem: ForwardProblem) -> dict
 
     Per query row and head: ``8 + 4 * head_dim`` bytes (head_dim rounded up to 64), plus 8 bytes per block of rows.
     """
-    main = specs[1]
-    sizes = _sizes(main, problem)
+    return scratch_of(_sizes(specs[1], problem), specs[1].deterministic)
+
+
+def scratch_of(sizes: ScratchSizes, deterministic: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Scratch buffers of these sizes: name to (shape, dtype), in the order of :class:`BackwardBuffers`."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
         "lse2": ((sizes.lse2,), "float32"),
         "delta": ((sizes.delta,), "float32"),
         "dq_accum": ((sizes.dq_accum,), "float32"),
     }
-    if main.deterministic:
+    if deterministic:
         shapes["turn"] = ((sizes.turn,), "int32")
     return shapes
 
@@ -117,9 +120,9 @@ def backward_steps(specs: Sequence[KernelSpec], problem: ForwardProblem) -> tupl
     if not main.deterministic:
         steps.append(Fill(buffers.dq_accum, _sizes(main, problem).dq_accum * 4))
     steps += [
-        preprocess_kernel(config.tile_m, _preprocess_buffers(buffers), problem),
+        preprocess_kernel(config.tile_m, preprocess_buffers(buffers), problem),
         _main(config, buffers, problem),
-        _postprocess(config, buffers, problem),
+        postprocess_kernel(config.dq_block, buffers, problem),
     ]
     return tuple(steps)
 
@@ -140,7 +143,8 @@ def clear_gradients(problem: ForwardProblem, dquery: int, dkey: int, dvalue: int
     return tuple(Fill(buffer, count * ELEMENT) for buffer, count in results if count)
 
 
-def _preprocess_buffers(b: BackwardBuffers) -> tuple[int | None, ...]:
+def preprocess_buffers(b: BackwardBuffers) -> tuple[int | None, ...]:
+    """What :func:`preprocess_kernel` takes."""
     return (b.out, b.dout, b.lse, b.dlse, b.lse2, b.delta, b.turn, b.batch_info)
 
 
@@ -235,13 +239,14 @@ def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Ke
     )
 
 
-def _postprocess(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Kernel:
+def postprocess_kernel(block: DqBlock, b: BackwardBuffers, problem: ForwardProblem) -> Kernel:
+    """Launch of artefact 2: from blocks of the scratch to dQ."""
     return Kernel(
         artefact=2,
-        grid=_row_block_grid(config.tile_m, problem),
+        grid=_row_block_grid(block.tile_m, problem),
         block=(POSTPROCESS_THREADS, 1, 1),
         cluster=(1, 1, 1),
-        shared_bytes=postprocess_shared_bytes(config.dq_block),
+        shared_bytes=postprocess_shared_bytes(block),
         parameters=(
             *pointers(b.dq_accum, b.turn, b.dquery),
             Scalars("f", (problem.scale,)),

@@ -6,9 +6,11 @@ nowhere else: the preprocess kernel writes padding rows as "no probability" (``l
 the main kernel needs no bounds on query rows.
 
 - ``lse2``, ``delta``: float32, one per padded row.
-- ``dq_accum``: float32, ``tile_m * head_dim`` per block, in *fragment order*: the block is cut in
-  :data:`DQ_CHUNKS` chunks, one for each consumer warpgroup; in a chunk, 16-byte vector ``v`` of thread ``t`` lies at
-  vector index ``v * 128 + t``. Vector ``v`` holds registers ``4 v .. 4 v + 3`` of the thread's wgmma accumulator.
+- ``dq_accum``: float32, ``tile_m * head_dim`` per block, in the order in which threads hold it: the block is cut in
+  :data:`DQ_CHUNKS` chunks; in a chunk, 16-byte vector ``v`` of thread ``t`` lies at vector index ``v * 128 + t``. On
+  Hopper a chunk is one consumer warpgroup's, and vector ``v`` holds registers ``4 v .. 4 v + 3`` of the thread's wgmma
+  accumulator. On Blackwell (``by_rows``) a chunk is half of the columns, thread ``t`` has row ``t``, and vector ``v``
+  holds columns ``4 v .. 4 v + 3`` of the chunk.
 - ``turn``: int32, :data:`DQ_CHUNKS` per block: how many key blocks have added their share of a chunk so far.
 """
 
@@ -31,19 +33,21 @@ class DqBlock:
     """How the accumulator of one dQ block (``tile_m`` by ``head_dim``) is spread over chunks, threads and registers.
 
     With ``tile_m`` = 128 each warpgroup holds 64 rows of all columns, with 64 it holds all rows of half the columns.
+    ``by_rows``: each thread of a warpgroup holds one of 128 rows, as it comes from Blackwell's tensor memory.
     """
 
     tile_m: int
     head_dim: int
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128) or self.head_dim % 64:
+        if self.tile_m not in ((128,) if self.by_rows else (64, 128)) or self.head_dim % 64:
             raise ValueError(f"no dQ block layout for tile_m {self.tile_m}, head_dim {self.head_dim}")
 
     @property
     def splits_rows(self) -> bool:
         """True where chunks are row halves, False where they are column halves."""
-        return self.tile_m == 128
+        return self.tile_m == 128 and not self.by_rows
 
     @property
     def chunk_columns(self) -> int:

@@ -1,0 +1,104 @@
+"""The Blackwell backward kernels, executed from their PTX: sampled problems, any schedule, same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cases import Case, sample_cases
+from tests.emulated import mask_kind
+from tests.emulator.attention import ForwardCase
+from tests.emulator.attention_backward import assert_right, inputs, run_backward
+from tests.emulator.launch import Options
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+
+ARCH = "sm_100f"
+SHORT = ((1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (108, 256), (300, 128), (0, 5), (5, 0))
+"""Shapes of the core set; the long mode adds those of ``tests.cases.SHAPES``."""
+
+HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (104, 104), (128, 128))
+LONG_HEAD_DIMS = (*HEAD_DIMS, (72, 72), (96, 96), (64, 128), (128, 64), (24, 88))
+"""The core set's need two kernels for a mask, flag and dtype: compiling them takes most of its time."""
+
+CORE, LONG = 40, 300
+SEEDS, LONG_SEEDS = 4, 20
+
+
+def emulated_case(case: Case) -> ForwardCase:
+    """The same problem for the emulator's harness."""
+    arguments = case.mask_arguments()
+    mask, left, right = mask_kind(arguments)
+    offset = arguments.get("query_offset", 0)
+    lengths = None
+    if "query_seq_lengths" in arguments:
+        pairs = zip(arguments["query_seq_lengths"], arguments["key_value_seq_lengths"], strict=True)
+        lengths = tuple((int(q), int(k), offset) for q, k in pairs)
+    (t, s), (d, d_v), (n, k) = case.lengths, case.head_dims, case.heads
+    return ForwardCase(t, s, d, d_v, case.batch, n, k, mask, left, right, offset, lengths, dtype=case.dtype, arch=ARCH)
+
+
+CORE_SET = {
+    "d64": ForwardCase(270, 300, 64, heads=2, kv_heads=1, arch=ARCH),
+    "d64-causal": ForwardCase(300, 300, 64, heads=2, mask="causal", arch=ARCH),
+    "d128": ForwardCase(270, 300, 128, arch=ARCH),
+    "d128-causal": ForwardCase(300, 300, 128, heads=2, kv_heads=1, mask="causal", arch=ARCH),
+    "d128-window-float16": ForwardCase(300, 270, 128, mask="window", left=90, right=40, dtype="float16", arch=ARCH),
+    "d64x128-lengths": ForwardCase(
+        260, 290, 64, 128, batch=3, mask="causal", lengths=((260, 290, 30), (130, 1, 0), (0, 200, 0)), arch=ARCH
+    ),
+    "d96x64": ForwardCase(140, 400, 96, 64, arch=ARCH),
+}
+"""Problems whose CTAs take several steps and whose dQ blocks take several key blocks: every barrier and every turn goes
+through many phases."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The long mode has more problems and more schedules."""
+    long = metafunc.config.getoption("--long")
+    if "sampled" in metafunc.fixturenames:
+        cases = sample_cases(CORE, shapes=SHORT, head_dims=HEAD_DIMS)
+        cases += sample_cases(LONG, seed=1, head_dims=LONG_HEAD_DIMS) if long else []
+        metafunc.parametrize("sampled", list(dict.fromkeys(cases)), ids=lambda case: case.name)
+    if "seeds" in metafunc.fixturenames:
+        metafunc.parametrize("seeds", [range(1, 1 + (LONG_SEEDS if long else SEEDS))], ids=["seeds"])
+
+
+def test_problem(sampled):
+    case = emulated_case(sampled)
+    given = inputs(case)
+    assert_right(case, given, run_backward(case, given, Options(seed=sampled.seed % 1000)))
+
+
+@pytest.mark.parametrize("name", CORE_SET)
+def test_any_schedule_gives_the_same_bits(name, seeds):
+    case = CORE_SET[name]
+    given = inputs(case)
+    first = run_backward(case, given, Options(seed=0, tensor_fences=True))
+    assert_right(case, given, first)
+    for seed in seeds:
+        other = run_backward(case, given, Options(seed=seed, tensor_fences=True))
+        for a, b in zip(first.gradients, other.gradients, strict=True):
+            assert a.tobytes() == b.tobytes(), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", ["d64", "d128-causal"])
+def test_unordered_sums_differ_by_rounding_only(name, seeds):
+    case = CORE_SET[name]
+    given = inputs(case)
+    for seed in seeds:
+        assert_right(case, given, run_backward(case, given, Options(seed=seed), deterministic=False))
+
+
+def test_rows_and_keys_that_meet_nothing_get_exact_zeros():
+    case = ForwardCase(200, 300, 64, mask="window", left=0, right=0, query_offset=150, arch=ARCH)
+    given = inputs(case)
+    result = run_backward(case, given, Options(seed=1))
+    assert_right(case, given, result)
+    _, dkey, dvalue = result.gradients
+    for gradient in (dkey, dvalue):
+        assert not gradient[:, :150].any()
+    case = ForwardCase(200, 100, 64, mask="causal", query_offset=-120, arch=ARCH)
+    dquery = run_backward(case, inputs(case), Options(seed=2)).gradients[0].astype(np.float32)
+    assert not dquery[:, :120].any()
+    assert dquery[:, 121:].any()

@@ -1,0 +1,89 @@
+"""What the compiler made of the Blackwell backward: no spills, registers within budget, work per step."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_fa4.kernels.sm100.backward import config as sizes
+from jax_fa4.kernels.sm100.backward import tmem
+from jax_fa4.kernels.sm100.backward.config import BackwardConfig
+from jax_fa4.kernels.sm100.backward.shared import SharedMap
+from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, standard_specs
+from tests import sass
+from tests.emulator.attention import ForwardCase, artefact
+from tests.emulator.attention_backward import inputs, run_backward
+from tests.emulator.launch import Options
+from tests.emulator.roofline import B200, cycles
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+
+ARCH = "sm_100f"
+HEAD_DIMS = (64, 128)
+
+MMA_CYCLES = {64: 1280, 128: 2560}
+"""Five products of 2 * 128 * 128 * d FLOP at 8192 a cycle."""
+
+OPERAND_CYCLES = {64: 1152, 128: 2048}
+"""Shared-memory operands: S, dP and dQ read both of theirs, dV and dK only B."""
+
+MOVED_CYCLES = {64: 768, 128: 1280}
+"""dS written once (32 KiB), dQ (float32) written and read as it leaves."""
+
+
+def make_spec(head_dim: int, mask: str = "none", **fields) -> KernelSpec:
+    return KernelSpec.create(arch=ARCH, kind="backward_main", dtype="bfloat16", head_dim=head_dim, mask=mask, **fields)
+
+
+@pytest.mark.parametrize("spec", standard_specs([ARCH], ["backward_main"]), ids=lambda spec: spec.name)
+def test_budgets(spec):
+    config = BackwardConfig.from_spec(spec)
+    assert SharedMap.of(config).size <= sizes.SHARED_LIMIT
+    registers = 2 * sizes.COMPUTE_REGISTERS + sizes.REDUCE_REGISTERS + sizes.OTHER_REGISTERS
+    assert registers <= 65536 // 128
+    assert tmem.DVALUE + config.columns_v <= tmem.DPROBABILITIES
+    own = config.columns if config.dq_over_dp else 64
+    assert tmem.DKEY + own <= (tmem.COLUMNS if config.dq_over_dp else tmem.dquery(config))
+    assert tmem.dquery(config) + config.columns <= tmem.COLUMNS
+
+
+def test_larger_head_dims_are_refused():
+    with pytest.raises(UnsupportedSpecError, match="up to 128"):
+        make_spec(192)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_machine_code(head_dim, mask):
+    if sass.nvdisasm() is None:
+        pytest.skip("needs nvdisasm to read machine code")
+    machine = sass.Machine.of(artefact(make_spec(head_dim, mask)).cubin)
+    everything = machine.count()
+    assert everything["LDL"] == everything["STL"] == 0
+    regions = machine.register_regions()
+    assert sorted(granted for granted, _ in regions) == sorted(
+        (sizes.COMPUTE_REGISTERS, sizes.REDUCE_REGISTERS, sizes.OTHER_REGISTERS)
+    )
+    for granted, used in regions:
+        assert used <= granted
+    counts, length = machine.innermost("MUFU", sizes.HALF)
+    assert counts["MUFU"] == counts["F2FP"] == sizes.HALF
+    assert counts["FFMA2"] == 2 * counts["FMUL2"] == sizes.HALF
+    assert counts["LDTM"] == counts["STTM"] == 4
+    assert counts["LDS"] == 2 * sizes.HALF // 4
+    assert length <= 500
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_work_per_step(head_dim):
+    """The emulator's counters, as the difference between four steps and two, on the units of the design's table."""
+    busy, moved = [], []
+    for blocks in (2, 4):
+        case = ForwardCase(sizes.ROWS * blocks, sizes.KEYS, head_dim, arch=ARCH)
+        report = run_backward(case, inputs(case), Options(detect_races=False)).reports[1]
+        busy.append(cycles(report, B200))
+        moved.append(report.counters["shared_write"] + report.counters["async_shared_read"])
+    unit = {name: (getattr(busy[1], name) - getattr(busy[0], name)) / 2 for name in vars(busy[0])}
+    assert unit["mma"] == MMA_CYCLES[head_dim]
+    assert unit["shared_mma"] == OPERAND_CYCLES[head_dim]
+    assert unit["mufu"] == sizes.ROWS * sizes.KEYS / B200.mufu
+    assert (moved[1] - moved[0]) / 2 / B200.shared_bytes == MOVED_CYCLES[head_dim]
