@@ -140,6 +140,22 @@ def _lanes(path: DataPath, lane: int) -> slice | np.ndarray:
     return path.lanes if isinstance(path.lanes, slice) else path.lanes + lane
 
 
+# BLAS libraries split larger products among threads, which costs more than it gains and is slow on a busy machine.
+_SINGLE_THREAD = 1 << 18
+
+
+def _product(b: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """b (n, k) times a (m, k) transposed: (n, m) float32, in pieces that BLAS keeps on one thread."""
+    n, k = b.shape
+    step = max(1, _SINGLE_THREAD // (a.shape[0] * k))
+    if n <= step:
+        return b @ a.T
+    out = np.empty((n, a.shape[0]), np.float32)
+    for start in range(0, n, step):
+        np.matmul(b[start : start + step], a.T, out=out[start : start + step])
+    return out
+
+
 def execute(request: MmaRequest, ctas: list[tuple[np.ndarray, TensorMemory]]) -> None:
     """Executes ``request`` on ``ctas``: per CTA, in rank order, its shared window (complex128) and tensor memory.
 
@@ -165,9 +181,9 @@ def execute(request: MmaRequest, ctas: list[tuple[np.ndarray, TensorMemory]]) ->
         if path.column_halves == 2:
             upper = a[64:] if a.shape[0] == LANES else a
             half = step.n // 2
-            product = np.concatenate([b[:half] @ a[:64].T, b[half:] @ upper.T], axis=1)
+            product = np.concatenate([_product(b[:half], a[:64]), _product(b[half:], upper)], axis=1)
         else:
-            product = b @ a.T
+            product = _product(b, a)
         _accumulate(request, memory, _lanes(path, request.d.lane), product, disabled)
 
 
