@@ -147,8 +147,8 @@ def plain_attention(
     q, k, v = (x.astype(jnp.float32) for x in (query, jnp.repeat(key, group, 2), jnp.repeat(value, group, 2)))
     logits = jnp.einsum("btnd,bsnd->bnts", q, k, precision="highest") / np.sqrt(query.shape[-1])
     logits = jnp.where(mask[:, None], logits, -jnp.inf)
-    peak = jnp.max(logits, -1, keepdims=True, initial=-1e30)
-    weights = jnp.where(mask[:, None], jnp.exp(logits - jax.lax.stop_gradient(peak)), 0)
+    peak = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True, initial=-1e30))
+    weights = jnp.where(mask[:, None], jnp.exp(logits - peak), 0)
     total = weights.sum(-1)
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1, total)) + peak[..., 0])

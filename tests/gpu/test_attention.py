@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 
 import jax_fa4
 from jax_fa4.kernels import store
-from tests import cases
+from tests import cases, rounded
 
 FORWARD_CASES = cases.sample_cases(420, seed=1)
 BACKWARD_CASES = cases.sample_cases(420, seed=2)
@@ -29,48 +30,39 @@ def kernel(case: cases.Case, **extra):
     return functools.partial(jax_fa4.attention_with_lse, implementation="fa4", **{**case.mask_arguments(), **extra})
 
 
-@functools.partial(jax.jit, static_argnames="probability_dtype")
-def reference_forward(query, key, value, mask, probability_dtype):
-    return cases.plain_attention(query, key, value, mask, probability_dtype)
+def references(case: cases.Case, operands: dict) -> tuple[dict, dict]:
+    """Exact results, and those with a kernel's roundings."""
+    arrays = [operands[n] for n in ("query", "key", "value")]
+    arrays += [cases.visible(case), operands["out_cotangent"], operands["lse_cotangent"]]
+    return rounded.attention(*arrays), rounded.attention(*arrays, rounding=jnp.dtype(case.dtype))
 
 
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda c: c.name)
 def test_forward(case: cases.Case) -> None:
     operands = case.operands()
-    mask = jnp.asarray(cases.visible(case))
+    exact, low = references(case, operands)
     qkv = [operands[n] for n in ("query", "key", "value")]
-    exact_out, exact_lse = reference_forward(*qkv, mask, "float32")
-    low_out, _ = reference_forward(*qkv, mask, case.dtype)
     function = jax.jit(kernel(case)).lower(*qkv).compile()
     poison()
     out, lse = function(*qkv)
     assert out.dtype == case.dtype and lse.dtype == jnp.float32
-    cases.assert_close("out", out, exact_out, low_out.astype(case.dtype), absolute=ABSOLUTE[case.dtype], case=case.name)
-    cases.assert_close("lse", lse, exact_lse, exact_lse, absolute=1e-4, case=case.name)
+    cases.assert_close("out", out, exact["out"], low["out"], absolute=ABSOLUTE[case.dtype], case=case.name)
+    cases.assert_close("lse", lse, exact["lse"], exact["lse"], absolute=1e-4, case=case.name)
 
 
 @pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda c: c.name)
 def test_backward(case: cases.Case) -> None:
     operands = case.operands()
-    mask = jnp.asarray(cases.visible(case))
-
-    def reference(dtype, query, key, value):
-        out, lse = cases.plain_attention(query, key, value, mask, dtype)
-        return out.astype(dtype).astype(jnp.float32), lse
-
-    run = jax.jit(lambda o, f: cases.gradients(f, case, o), static_argnums=1)
-    wide = {n: x.astype(jnp.float32) for n, x in operands.items()}
-    exact = run(wide, functools.partial(reference, "float32"))
-    low = run(operands, functools.partial(reference, case.dtype))
-    function = jax.jit(lambda o: cases.gradients(kernel(case), case, o)).lower(operands).compile()
+    exact, low = references(case, operands)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jax_fa4.FallbackWarning)
+        function = jax.jit(lambda o: cases.gradients(kernel(case), case, o)).lower(operands).compile()
     poison()
     got = function(operands)
     for name in ("d_query", "d_key", "d_value"):
-        # Low precision here means rounded operands and probabilities; dS is rounded too in any kernel, hence the
-        # factor.
         cases.assert_close(name, got[name], exact[name], low[name], absolute=4 * ABSOLUTE[case.dtype], case=case.name)
-    dead_rows = ~np.asarray(mask).any(-1)
-    dead_keys = ~np.asarray(mask).any(-2)
+    mask = cases.visible(case)
+    dead_rows, dead_keys = ~mask.any(-1), ~mask.any(-2)
     assert not np.asarray(got["d_query"], np.float32)[dead_rows].any()
     assert not np.asarray(got["d_key"], np.float32)[dead_keys].any()
     assert not np.asarray(got["d_value"], np.float32)[dead_keys].any()
@@ -84,13 +76,10 @@ def test_large_logits(spread: float, head_dim: int) -> None:
     # Ramp: each later key block has larger scores than the last, so that the running maximum keeps moving.
     ramp = jnp.linspace(0.1, 2.0, case.lengths[1])[None, :, None, None]
     operands["key"] = (operands["key"].astype(jnp.float32) * ramp).astype(case.dtype)
-    mask = jnp.asarray(cases.visible(case))
-    qkv = [operands[n] for n in ("query", "key", "value")]
-    exact_out, exact_lse = reference_forward(*qkv, mask, "float32")
-    low_out, _ = reference_forward(*qkv, mask, case.dtype)
-    out, lse = jax.jit(kernel(case))(*qkv)
-    cases.assert_close("out", out, exact_out, low_out.astype(case.dtype), absolute=2e-3, case=case.name)
-    np.testing.assert_allclose(lse, exact_lse, rtol=2e-6, atol=1e-4 * spread)
+    exact, low = references(case, operands)
+    out, lse = jax.jit(kernel(case))(*(operands[n] for n in ("query", "key", "value")))
+    cases.assert_close("out", out, exact["out"], low["out"], absolute=2e-3, case=case.name)
+    np.testing.assert_allclose(lse, exact["lse"], rtol=2e-6, atol=1e-4 * spread)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -118,14 +118,11 @@ def _step() -> dict:
 
 def _lowering_time() -> dict:
     from jax_fa4.kernels.store import default_store
-    from jax_fa4.primitives import ForwardOperation
+    from jax_fa4.primitives import AttentionCall, ForwardOperation
 
     run = jax.jit(lambda q, k, v: jax_fa4.attention(q, k, v, implementation="fa4"))
     run.lower(*inputs())  # imports, device set-up
-    operation = ForwardOperation(scale=0.1, mask="causal")
-    from jax_fa4.kernels.select import forward_specs
-
-    spec = forward_specs(operation.problem(inputs()), arch="sm_90a", mask="causal", varlen=False)[0]
+    spec = ForwardOperation(AttentionCall(scale=0.1, mask="causal")).specs(inputs(), "sm_90a")[-1]
     start = time.perf_counter()
     default_store().load(spec)
     lookup = time.perf_counter() - start
