@@ -139,3 +139,17 @@ def test_absolute_reduction_with_nan():
     values = samples(5)
     out = run(" redux.sync.max.abs.NaN.f32 %f9, %f0, -1; st.global.f32 [%rd0], %f9;", values)
     assert np.isnan(out[:, 0].copy().view(np.float32)).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("name", ["add", "sub", "fma"])
+def test_mixed_precision(name, kind):
+    """16-bit operands with a float32 one: the last operand and the result are float32, rounded once."""
+    values = samples(6)
+    narrow = values[:, 0:2].astype(ml_dtypes.bfloat16 if kind == "bf16" else np.float16).astype(np.float32)
+    convert = f" .reg .b16 %h<2>; cvt.rn.{kind}.f32 %h0, %f0; cvt.rn.{kind}.f32 %h1, %f1;"
+    operands = "%h0, %h1, %f2" if name == "fma" else "%h0, %f2"
+    out = run(f"{convert} {name}.rn.f32.{kind} %f9, {operands}; st.global.f32 [%rd0], %f9;", values)
+    a, b, c = narrow[:, 0], narrow[:, 1], values[:, 2]
+    want = {"add": lambda: rounding.add(a, c), "sub": lambda: rounding.add(a, -c), "fma": lambda: rounding.fma(a, b, c)}
+    assert_same(out[:, 0].copy(), want[name]())
