@@ -106,7 +106,6 @@ def test_scratch_is_padded_once_and_documented():
         "dq_accum": ((rows * 128,), "float32"),
         "turn": ((2 * 8 * 5 * 2,), "int32"),
     }
-    assert "turn" not in backward_scratch(backward_specs("sm_90a", problem, deterministic=False), problem)
 
 
 def test_buffers_follow_operands_then_results():
@@ -126,10 +125,22 @@ def test_nothing_to_attend_clears_gradients(empty, cleared):
     assert all(isinstance(step, Fill) and step.pattern == 0 for step in plan.steps)
 
 
+def unordered(specs):
+    """The same kernels without the order of additions."""
+    return tuple(replace(spec, deterministic=False) for spec in specs)
+
+
 def test_accumulator_is_cleared_only_where_nothing_orders_the_additions():
     problem = make_problem()
     assert all(isinstance(step, Kernel) for step in plan_of(problem).steps)
-    assert isinstance(plan_of(problem, deterministic=False).steps[0], Fill)
+    specs = unordered(backward_specs("sm_90a", problem))
+    assert isinstance(backward_plan(make_artefacts(specs), problem).steps[0], Fill)
+    assert "turn" not in backward_scratch(specs, problem)
+
+
+def test_the_ordered_kernels_serve_calls_that_need_no_order():
+    problem = make_problem()
+    assert backward_specs("sm_90a", problem, deterministic=False) == backward_specs("sm_90a", problem)
 
 
 def test_foreign_artefacts_are_refused():
@@ -158,13 +169,15 @@ def test_dq_block_covers_each_element_once():
 @pytest.mark.skipif(dsl_version() is None, reason="needs the kernel compiler, nvidia-cutlass-dsl")
 @pytest.mark.parametrize(
     "flags",
-    [{"mask": "window", "varlen": True}, {"mask": "causal", "deterministic": False}, {"head_dim": 256}],
-    ids=["window-varlen", "causal-nondeterministic", "split"],
+    [{"mask": "window", "varlen": True}, {"mask": "causal", "ordered": False}, {"head_dim": 256}],
+    ids=["window-varlen", "causal-unordered", "split"],
 )
 def test_compiled_entries_take_the_plan(flags):
     flags = dict(flags)
     problem = make_problem(head_dim=flags.pop("head_dim", 128))
-    artefacts = [compile_spec(spec) for spec in backward_specs("sm_90a", problem, **flags)]
+    ordered = flags.pop("ordered", True)
+    specs = backward_specs("sm_90a", problem, **flags)
+    artefacts = [compile_spec(spec) for spec in (specs if ordered else unordered(specs))]
     plan = backward_plan(artefacts, problem)
     assert len([step for step in plan.steps if isinstance(step, Kernel)]) == 3
     made = make_artefacts([artefact.spec for artefact in artefacts])

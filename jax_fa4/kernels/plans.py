@@ -61,8 +61,16 @@ def backward_specs(
 ) -> tuple[KernelSpec, ...]:
     """Specs of the kernels of one backward call, in the order in which :func:`backward_plan` takes their artefacts.
 
-    Raises :class:`UnsupportedSpecError` where the architecture has no backward for the problem.
+    ``deterministic=False`` allows kernels that add in any order where those are faster; where they are not, the same
+    kernels serve both. Raises :class:`UnsupportedSpecError` where the architecture has no backward for the problem.
     """
+    module = _backward_module(arch, problem)
+    return _backward_specs(arch, problem, mask, varlen, deterministic or not module.UNORDERED_IS_FASTER)
+
+
+def _backward_specs(
+    arch: str, problem: ForwardProblem, mask: str, varlen: bool, deterministic: bool
+) -> tuple[KernelSpec, ...]:
     return tuple(
         KernelSpec.create(
             arch=arch,
@@ -101,7 +109,7 @@ def backward_plan(artefacts: Sequence[Artefact], problem: ForwardProblem) -> Lau
     """
     specs = tuple(artefact.spec for artefact in artefacts)
     main = specs[-1]
-    wanted = backward_specs(
+    wanted = _backward_specs(
         main.arch,
         problem,
         mask=next((spec.mask for spec in specs if spec.mask != "none"), "none"),

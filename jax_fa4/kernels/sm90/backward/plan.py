@@ -76,6 +76,10 @@ class BackwardBuffers:
         )
 
 
+UNORDERED_IS_FASTER = False
+"""Whether kernels that add in any order pay where the caller allows them (measured: they never do)."""
+
+
 def kinds(problem: ForwardProblem) -> tuple[str, ...]:
     """Kinds of the kernels of one call, in order."""
     return ("backward_preprocess", "backward_main", "backward_postprocess")

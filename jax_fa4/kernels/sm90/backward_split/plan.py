@@ -29,6 +29,10 @@ TEAM_BYTES = 24 << 20
 QUERY, KEY, VALUE, OUT, LSE, DOUT, DLSE = range(7)
 
 
+UNORDERED_IS_FASTER = False
+"""Whether kernels that add in any order pay where the caller allows them (measured: they never do)."""
+
+
 def kinds(problem: ForwardProblem) -> tuple[str, ...]:
     """Kinds of the kernels of one call, in order."""
     return ("backward_preprocess", "backward_key_value", "backward_query")
