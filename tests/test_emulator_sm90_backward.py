@@ -21,6 +21,21 @@ CASES = [
 ]
 
 
+SPLIT_LENGTHS = ((130, 190, 0), (93, 161, 5), (0, 0, 0), (1, 64, 63))
+SPLIT_CASES = [
+    ForwardCase(150, 200, 256, heads=2, mask="causal"),
+    ForwardCase(70, 129, 192, 128, heads=4, kv_heads=2),
+    ForwardCase(130, 190, 256, batch=4, heads=2, mask="window", lengths=SPLIT_LENGTHS, left=30, right=5),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
+def test_split_backward(case):
+    given = inputs(case)
+    for seed in (0, 1):
+        assert_right(case, given, run_backward(case, given, Options(seed=seed)))
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backward(case, deterministic):

@@ -61,11 +61,11 @@ def backward_specs(
 ) -> tuple[KernelSpec, ...]:
     """Specs of the kernels of one backward call, in the order in which :func:`backward_plan` takes their artefacts.
 
-    ``deterministic=False`` allows kernels that add in any order where those are faster; where they are not, the same
-    kernels serve both. Raises :class:`UnsupportedSpecError` where the architecture has no backward for the problem.
+    ``deterministic=False`` allows kernels that add in any order; an architecture that ships none serves both by the
+    ordered ones. Raises :class:`UnsupportedSpecError` where the architecture has no backward for the problem.
     """
     module = _backward_module(arch, problem)
-    return _backward_specs(arch, problem, mask, varlen, deterministic or not module.UNORDERED_IS_FASTER)
+    return _backward_specs(arch, problem, mask, varlen, deterministic or not module.OWN_UNORDERED_KERNELS)
 
 
 def _backward_specs(

@@ -76,8 +76,9 @@ class BackwardBuffers:
         )
 
 
-UNORDERED_IS_FASTER = False
-"""Whether kernels that add in any order pay where the caller allows them (measured: they never do)."""
+OWN_UNORDERED_KERNELS = False
+"""Whether calls that allow any order of additions get kernels of their own. They would double a release's artefacts for
+the few percent that early versions gained (docs/measurements)."""
 
 
 def kinds(problem: ForwardProblem) -> tuple[str, ...]:

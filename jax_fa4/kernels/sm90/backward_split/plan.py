@@ -29,8 +29,8 @@ TEAM_BYTES = 24 << 20
 QUERY, KEY, VALUE, OUT, LSE, DOUT, DLSE = range(7)
 
 
-UNORDERED_IS_FASTER = False
-"""Whether kernels that add in any order pay where the caller allows them (measured: they never do)."""
+OWN_UNORDERED_KERNELS = False
+"""Whether calls that allow any order of additions get kernels of their own: nothing is added across CTAs here."""
 
 
 def kinds(problem: ForwardProblem) -> tuple[str, ...]:
