@@ -16,6 +16,8 @@ CASES = [
     ForwardCase(130, 190, 128, heads=2, mask="window", left=40, right=10),
     ForwardCase(200, 100, 72),
     ForwardCase(260, 70, 128, 64),
+    ForwardCase(70, 100, 256, mask="causal"),
+    ForwardCase(100, 70, 192, 128),
     ForwardCase(1, 1, 64),
     ForwardCase(64, 300, 64, heads=4, kv_heads=2, mask="causal", query_offset=236),
 ]
