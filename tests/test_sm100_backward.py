@@ -17,9 +17,9 @@ ARCH = "sm_100f"
 SHORT = ((1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (108, 256), (300, 128), (0, 5), (5, 0))
 """Shapes of the core set; the long mode adds those of ``tests.cases.SHAPES``."""
 
-HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (104, 104), (128, 128))
-LONG_HEAD_DIMS = (*HEAD_DIMS, (72, 72), (96, 96), (64, 128), (128, 64), (24, 88))
-"""The core set's need two kernels for a mask, flag and dtype: compiling them takes most of its time."""
+HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (104, 104), (128, 128), (200, 200))
+LONG_HEAD_DIMS = (*HEAD_DIMS, (72, 72), (96, 96), (64, 128), (128, 64), (24, 88), (192, 128), (192, 192), (256, 256))
+"""The core set's need three padded head dims: compiling kernels takes most of its time."""
 
 CORE, LONG = 40, 300
 SEEDS, LONG_SEEDS = 4, 20
@@ -48,6 +48,10 @@ CORE_SET = {
         260, 290, 64, 128, batch=3, mask="causal", lengths=((260, 290, 30), (130, 1, 0), (0, 200, 0)), arch=ARCH
     ),
     "d96x64": ForwardCase(140, 400, 96, 64, arch=ARCH),
+    "d192x128-causal": ForwardCase(200, 300, 192, 128, mask="causal", query_offset=60, arch=ARCH),
+    "d192-window": ForwardCase(200, 270, 192, heads=2, kv_heads=1, mask="window", left=90, right=40, arch=ARCH),
+    "d256": ForwardCase(200, 270, 256, heads=2, kv_heads=1, arch=ARCH),
+    "d256x192-lengths": ForwardCase(150, 200, 256, 192, batch=2, lengths=((150, 130, 0), (70, 200, 0)), arch=ARCH),
 }
 """Problems whose CTAs take several steps and whose dQ blocks take several key blocks: every barrier and every turn goes
 through many phases."""

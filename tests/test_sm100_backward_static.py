@@ -8,6 +8,8 @@ from jax_fa4.kernels.sm100.backward import config as sizes
 from jax_fa4.kernels.sm100.backward import tmem
 from jax_fa4.kernels.sm100.backward.config import BackwardConfig
 from jax_fa4.kernels.sm100.backward.shared import SharedMap
+from jax_fa4.kernels.sm100.backward_split import maps
+from jax_fa4.kernels.sm100.backward_split.config import SplitConfig
 from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, standard_specs
 from tests import sass
 from tests.emulator.attention import ForwardCase, artefact
@@ -46,9 +48,30 @@ def test_budgets(spec):
     assert tmem.dquery(config) + config.columns <= tmem.COLUMNS
 
 
-def test_larger_head_dims_are_refused():
+@pytest.mark.parametrize(
+    "spec", standard_specs([ARCH], ["backward_key_value", "backward_query"]), ids=lambda spec: spec.name
+)
+def test_budgets_of_the_split_kernels(spec):
+    config = SplitConfig.from_spec(spec)
+    assert maps.SharedMap.of(config).size <= sizes.SHARED_LIMIT
+    assert maps.second(config) + config.qk_part * sizes.BOX_COLUMNS <= maps.COLUMNS
+    assert config.parts * config.qk_part >= config.qk_boxes
+    assert not config.key_side or config.parts * config.v_part >= config.v_boxes
+
+
+def test_the_one_kernel_refuses_larger_head_dims():
     with pytest.raises(UnsupportedSpecError, match="up to 128"):
         make_spec(192)
+
+
+@pytest.mark.parametrize("kind", ["backward_key_value", "backward_query"])
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_split_kernels_do_not_spill(head_dim, kind):
+    if sass.nvdisasm() is None:
+        pytest.skip("needs nvdisasm to read machine code")
+    spec = KernelSpec.create(arch=ARCH, kind=kind, dtype="bfloat16", head_dim=head_dim)
+    counts = sass.Machine.of(artefact(spec).cubin).count()
+    assert counts["LDL"] == counts["STL"] == 0
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])

@@ -36,6 +36,8 @@ BUILDERS: dict[tuple[str, str], str] = {
     ("sm_100f", "backward_preprocess"): "jax_fa4.kernels.support.preprocess",
     ("sm_100f", "backward_main"): "jax_fa4.kernels.sm100.backward.kernel",
     ("sm_100f", "backward_postprocess"): "jax_fa4.kernels.support.postprocess",
+    ("sm_100f", "backward_key_value"): "jax_fa4.kernels.sm100.backward_split.kernel",
+    ("sm_100f", "backward_query"): "jax_fa4.kernels.sm100.backward_split.kernel",
 }
 """Module that builds the kernel of each (arch, kind)."""
 

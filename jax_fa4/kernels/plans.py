@@ -13,6 +13,7 @@ from jax_fa4.kernels.sm90.backward import plan as sm90_backward
 from jax_fa4.kernels.sm90.backward_split import plan as sm90_backward_split
 from jax_fa4.kernels.sm90.forward import plan as sm90_forward
 from jax_fa4.kernels.sm100.backward import plan as sm100_backward
+from jax_fa4.kernels.sm100.backward_split import plan as sm100_backward_split
 from jax_fa4.kernels.sm100.forward import plan as sm100_forward
 from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, padded_head_dim, splits_backward
 
@@ -21,8 +22,8 @@ DEFAULT_SM_COUNT = {"sm_90a": 132, "sm_100f": 148}
 
 MINUS_INFINITY_BITS = 0xFF800000
 
-_BACKWARD_PLANS = {"sm_90a": (sm90_backward, sm90_backward_split), "sm_100f": (sm100_backward, sm100_backward)}
-"""Plan modules of each architecture: for head dims up to 128, and for larger ones (whose specs sm_100f refuses)."""
+_BACKWARD_PLANS = {"sm_90a": (sm90_backward, sm90_backward_split), "sm_100f": (sm100_backward, sm100_backward_split)}
+"""Plan modules of each architecture: the one kernel's, the split one's."""
 _FORWARD_KERNELS = {"sm_90a": sm90_forward.forward_kernel, "sm_100f": sm100_forward.forward_kernel}
 
 

@@ -240,8 +240,9 @@ def _sm100_forward_tile(head_dim: int, head_dim_v: int, mask: str, ctas: int = 1
 
 
 def splits_backward(head_dim: int, head_dim_v: int) -> bool:
-    """Whether the Hopper backward of these head dims is two kernels (kinds "backward_key_value", "backward_query") and
-    not one (kind "backward_main"): dK and dV of 128 keys no longer fit the registers."""
+    """Whether the backward of these head dims is two kernels (kinds "backward_key_value", "backward_query") and not one
+    (kind "backward_main"): dK and dV of 128 keys no longer fit Hopper's registers, nor, with dQ and two score tiles,
+    Blackwell's tensor memory."""
     return max(head_dim, head_dim_v) > 128
 
 
@@ -305,20 +306,30 @@ def _sm100_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     S, dP (or dQ), dK and dV fill tensor memory at 128 columns each.
     """
     if splits_backward(head_dim, head_dim_v):
-        raise UnsupportedSpecError(
-            f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; the sm_100f backward takes up to 128"
-        )
+        raise UnsupportedSpecError(f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; up to 128 in one kernel")
     return Tile(m=128, n=128, stages=2, options=(("dout", 1 if min(head_dim, head_dim_v) > 64 else 2),))
 
 
 def _sm100_preprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
-    """Rows of the main kernel; option ``turns``: it counts turns on dQ."""
+    """Rows of the kernels that follow; option ``turns``: whether they count turns on dQ."""
+    if splits_backward(head_dim, head_dim_v):
+        return Tile(m=128, n=0)
     return Tile(m=_sm100_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("turns", 1),))
 
 
 def _sm100_postprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     """Rows of the main kernel; option ``rows``: its dQ has one row a thread."""
     return Tile(m=_sm100_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("rows", 1),))
+
+
+def _sm100_key_value_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """128 resident keys, 64 query rows a step: two score tiles leave 384 columns of tensor memory for dK and dV."""
+    return Tile(m=64, n=128)
+
+
+def _sm100_query_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """128 resident query rows, 64 keys a step."""
+    return Tile(m=128, n=64)
 
 
 _TILE_TABLES = {
@@ -332,6 +343,8 @@ _TILE_TABLES = {
     ("sm_100f", "backward_preprocess"): _sm100_preprocess_tile,
     ("sm_100f", "backward_main"): _sm100_backward_tile,
     ("sm_100f", "backward_postprocess"): _sm100_postprocess_tile,
+    ("sm_100f", "backward_key_value"): _sm100_key_value_tile,
+    ("sm_100f", "backward_query"): _sm100_query_tile,
 }
 
 STANDARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -350,7 +363,7 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                 continue
             for dtype in DTYPES:
                 for head_dim, head_dim_v in STANDARD_HEAD_DIMS:
-                    if _no_backward(arch, kind, head_dim, head_dim_v):
+                    if _other_backward(kind, head_dim, head_dim_v):
                         continue
                     for mask in MASKS:
                         for varlen in (False, True):
@@ -370,10 +383,8 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
     return list(specs)
 
 
-def _no_backward(arch: str, kind: str, head_dim: int, head_dim_v: int) -> bool:
-    """Whether the backward of these head dims does without kernels of this kind, or is not built at all."""
-    if arch == "sm_100f" and kind != "forward" and splits_backward(head_dim, head_dim_v):
-        return True
+def _other_backward(kind: str, head_dim: int, head_dim_v: int) -> bool:
+    """Whether the backward of these head dims does without kernels of this kind."""
     if kind in ("backward_main", "backward_postprocess"):
         return splits_backward(head_dim, head_dim_v)
     return kind in ("backward_key_value", "backward_query") and not splits_backward(head_dim, head_dim_v)

@@ -359,6 +359,11 @@ def load_global_vector(address: Int64) -> list[Int32]:
     return assemble("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [address])
 
 
+def load_global_float(address: Int64) -> Float32:
+    """One float32 of read-only memory."""
+    return assemble("ld.global.nc.f32 $0, [$1];", [Float32], [address])[0]
+
+
 def store_global(address: Int64, value: Float32) -> None:
     assemble("st.global.f32 [$0], $1;", [], [address, value])
 
