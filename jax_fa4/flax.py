@@ -12,6 +12,7 @@ served or refused. linen's ``force_fp32_for_softmax`` is not named: the softmax 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_fa4.api import attention
+
+SOWN = "attention weights are never formed, so they cannot be sown: call with sow_weights=False"
+POSITIONS = "apply rotary positions to query and key before they come here"
+PRODUCTS = "the products are computed by jax_fa4"
 
 
 def attention_fn(
@@ -81,17 +86,13 @@ def attention_fn(
         TypeError: ``dtype`` is not a floating dtype.
     """
     del broadcast_dropout, dropout_rng
-    if dropout_rate > 0.0 and not deterministic:
-        raise NotImplementedError(
-            f"dropout_rate={dropout_rate} with deterministic=False: jax_fa4 has no attention dropout;"
-            " set dropout_rate=0 in the module or call it with deterministic=True"
-        )
+    _refuse_dropout(dropout_rate, deterministic)
     _refuse(
-        module=(module, "attention weights are never formed, so they cannot be sown: call with sow_weights=False"),
-        input_positions=(input_positions, "apply rotary positions to query and key before they come here"),
-        einsum_dot_general=(einsum_dot_general, "the products are computed by jax_fa4"),
-        qk_attn_weights_einsum=(qk_attn_weights_einsum, "the products are computed by jax_fa4"),
-        attn_weights_value_einsum=(attn_weights_value_einsum, "the products are computed by jax_fa4"),
+        module=(module, SOWN),
+        input_positions=(input_positions, POSITIONS),
+        einsum_dot_general=(einsum_dot_general, PRODUCTS),
+        qk_attn_weights_einsum=(qk_attn_weights_einsum, PRODUCTS),
+        attn_weights_value_einsum=(attn_weights_value_einsum, PRODUCTS),
     )
     query, key, value = _promote(query, key, value, dtype)
     _check_precision(precision)
@@ -117,6 +118,64 @@ def attention_fn(
         deterministic=deterministic_gradients,
     )
     return out.reshape(*batch, *out.shape[1:])
+
+
+def sharded_attention_fn(attend: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+    """An ``attention_fn`` for Flax's modules whose sequence, batch or heads are split over a mesh.
+
+    Args:
+        attend: what :func:`jax_fa4.parallel.make_attention` returned.
+        **options: what the modules do not pass, for ``attend``: for example ``local_window_size``.
+
+    Returns:
+        A function with the calling convention of :func:`attention_fn`. It takes causal masking and one batch dimension;
+        it raises NotImplementedError for ``bias`` and ``mask`` arrays, and like :func:`attention_fn` for the rest.
+    """
+
+    def attention_fn(
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        *,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        input_positions: ArrayLike | None = None,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:
+        del broadcast_dropout, dropout_rng
+        _refuse_dropout(dropout_rate, deterministic)
+        dense = "a split sequence takes is_causal, not an array of the scores' shape"
+        _refuse(
+            bias=(bias, dense),
+            mask=(mask, dense),
+            module=(module, SOWN),
+            input_positions=(input_positions, POSITIONS),
+            einsum_dot_general=(einsum_dot_general, PRODUCTS),
+            qk_attn_weights_einsum=(qk_attn_weights_einsum, PRODUCTS),
+            attn_weights_value_einsum=(attn_weights_value_einsum, PRODUCTS),
+        )
+        _check_precision(precision)
+        return attend(*_promote(query, key, value, dtype), is_causal=is_causal, **options)
+
+    return attention_fn
+
+
+def _refuse_dropout(dropout_rate: float, deterministic: bool) -> None:
+    if dropout_rate > 0.0 and not deterministic:
+        raise NotImplementedError(
+            f"dropout_rate={dropout_rate} with deterministic=False: jax_fa4 has no attention dropout;"
+            " set dropout_rate=0 in the module or call it with deterministic=True"
+        )
 
 
 def _refuse(**arguments: tuple[Any, str]) -> None:

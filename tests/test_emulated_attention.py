@@ -110,3 +110,20 @@ def test_gradients(is_causal):
 
     got, want = (jax.jit(jax.grad(functools.partial(loss, i), (0, 1, 2)))(*arrays) for i in (NAME, "xla"))
     close(got, want, 3e-2)
+
+
+def test_ring_on_four_devices():
+    """Forward and backward of ring attention, every chunk pair by the kernels: dK and dV travel home in float32."""
+    from jax_fa4 import parallel
+
+    query, key, value = operands(batch=1, length=64, keys=64)
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(AxisType.Auto,))
+    attend = parallel.make_attention(mesh, sequence_axis="seq", strategy="ring", implementation=NAME)
+
+    def total(function, *qkv):
+        return (function(*qkv, is_causal=True).astype(jnp.float32) ** 2).sum()
+
+    got = jax.jit(jax.value_and_grad(functools.partial(total, attend), (0, 1, 2)))(query, key, value)
+    plain = functools.partial(jax_fa4.attention, implementation="xla")
+    want = jax.value_and_grad(functools.partial(total, plain), (0, 1, 2))(query, key, value)
+    close(got, want, 0.1)

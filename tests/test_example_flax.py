@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flax"
-MODULES = ("text_data", "model", "records", "sharding", "training", "train_lm")
+MODULES = ("text_data", "model", "records", "sharding", "training", "train_lm", "long_context")
 SMALL = ["--layers=1", "--width=32", "--heads=4", "--seq-len=32", "--batch=4", "--sample-bytes=0", "--eval-every=1000"]
 
 
@@ -88,6 +88,29 @@ def test_mesh(example, tmp_path):
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs 4 CPU devices")
+@pytest.mark.parametrize(
+    "mesh, strategy, layout",
+    [("data=2,seq=2", "ring", "zigzag"), ("model=2,seq=2", "ulysses", "zigzag"), ("seq=4", "all_gather", "contiguous")],
+)
+def test_sequence_parallel(example, tmp_path, mesh, strategy, layout, request):
+    if strategy != "ring" and not request.config.getoption("--long"):
+        pytest.skip("long mode only (--long): the ring runs otherwise")
+    train(example, tmp_path / "one", "--steps=4")
+    arguments = (f"--mesh={mesh}", f"--sequence-parallel={strategy}", f"--layout={layout}", "--sample-bytes=5")
+    train(example, tmp_path / "split", "--steps=4", *arguments)
+    np.testing.assert_allclose(
+        list(losses(tmp_path / "split").values()), list(losses(tmp_path / "one").values()), rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 CPU devices")
+def test_long_context(example, capsys):
+    losses = example.long_context.main(["--tokens=4096", "--window=64", "--steps=4"])
+    assert 5.0 < losses[0] < 6.0 and losses[3] < losses[0] - 1e-3
+    assert "4,096 tokens over 8 cpu devices, ring, window 64: each device needs" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs 4 CPU devices")
 def test_what_a_mesh_splits(example):
     """Heads, MLP and their optimizer moments over ``model``, the batch over ``data``, the attention over both."""
     sharding = example.sharding
@@ -101,8 +124,9 @@ def test_what_a_mesh_splits(example):
         jax.debug.inspect_array_sharding(out, callback=lambda where: shapes.append(where.shard_shape(out.shape)))
         return out
 
-    trainer = example.training.Trainer(model, example.training.TrainConfig(steps=5), attention_fn, seed=0)
-    mesh = sharding.make_mesh({"data": 2, "model": 2}, batch=4, heads=4)
+    mesh = sharding.make_mesh({"data": 2, "model": 2, "seq": 1}, batch=4, heads=4, length=8)
+    train_config, split = example.training.TrainConfig(steps=5), sharding.Split(mesh)
+    trainer = example.training.Trainer(model, train_config, attention_fn, seed=0, split=split)
     state = jax.jit(trainer.init, out_shardings=sharding.state_shardings(mesh, jax.eval_shape(trainer.init)))()
     tokens = jax.device_put(np.zeros((4, 9), np.int32), sharding.batch_sharding(mesh))
     shapes.clear()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_fa4.flax import attention_fn
+from jax_fa4.flax import attention_fn, sharded_attention_fn
 
 HEADS, WIDTH = 4, 32
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -295,3 +295,21 @@ def test_rows_without_a_key_are_zero():
 def test_flax_is_not_imported():
     code = "import sys, jax_fa4.flax; sys.exit(any(name.split('.')[0] == 'flax' for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sharded_attention_fn_in_nnx():
+    """A module whose sequence is split over four devices gives what it gives unsplit, and refuses mask arrays."""
+    from jax_fa4 import parallel
+
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    attend = parallel.make_attention(mesh, sequence_axis="seq", strategy="all_gather")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 8)), jnp.float32)
+
+    def layer(attention_fn):
+        return nnx.MultiHeadAttention(2, 8, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
+
+    split = layer(sharded_attention_fn(attend, local_window_size=(5, 0)))
+    whole = layer(functools.partial(attention_fn, local_window_size=(5, 0)))
+    np.testing.assert_allclose(split(x, is_causal=True), whole(x, is_causal=True), atol=1e-5)
+    with pytest.raises(NotImplementedError, match="mask is not supported"):
+        split(x, mask=jnp.ones((2, 1, 16, 16), bool))

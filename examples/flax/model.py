@@ -35,21 +35,27 @@ class ModelConfig:
             )
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of (..., T, N, H): row t is turned by the angles of position t, in float32."""
-    length, half = x.shape[-3], x.shape[-1] // 2
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding of (..., T, N, H): row t is turned by the angles of ``positions[t]``, in float32."""
+    half = x.shape[-1] // 2
     frequencies = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def with_rotary_positions(attention_fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wraps an ``attention_fn`` of nnx so that query and key carry their positions."""
+def with_rotary_positions(
+    attention_fn: Callable[..., jax.Array], positions_of: Callable[[int], jax.Array] = jnp.arange
+) -> Callable[..., jax.Array]:
+    """Wraps an ``attention_fn`` of nnx so that query and key carry their positions.
+
+    ``positions_of`` gives the positions of the tokens of a sequence of some length, in the order of holding.
+    """
 
     def rotary_attention(query: jax.Array, key: jax.Array, value: jax.Array, **arguments) -> jax.Array:
-        return attention_fn(rotate(query), rotate(key), value, **arguments)
+        positions = jnp.asarray(positions_of(query.shape[-3]))
+        return attention_fn(rotate(query, positions), rotate(key, positions), value, **arguments)
 
     return rotary_attention
 
@@ -69,7 +75,7 @@ class Block(nnx.Module):
             dtype=dtype,
             use_bias=False,
             out_kernel_init=small,
-            attention_fn=with_rotary_positions(attention_fn),
+            attention_fn=attention_fn,
             decode=False,
             rngs=rngs,
         )
@@ -86,7 +92,14 @@ class Block(nnx.Module):
 class ByteLM(nnx.Module):
     """Byte-level language model; input and output embeddings are tied."""
 
-    def __init__(self, config: ModelConfig, attention_fn: Callable[..., jax.Array], rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention_fn: Callable[..., jax.Array],
+        rngs: nnx.Rngs,
+        place: Callable[[jax.Array], jax.Array] = lambda x: x,
+    ):
+        self._place = place  # says where activations (B, T, width) live on a mesh
         self.embed = nnx.Embed(
             config.vocabulary_size,
             config.width,
@@ -99,7 +112,7 @@ class ByteLM(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps int32 tokens (B, T) to float32 logits (B, T, vocabulary): position t predicts byte t + 1."""
-        x = self.embed(tokens)
+        x = self._place(self.embed(tokens))
         for block in self.blocks:
-            x = block(x)
+            x = self._place(block(x))
         return self.embed.attend(self.final_norm(x)).astype(jnp.float32)

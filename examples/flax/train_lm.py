@@ -23,9 +23,12 @@ from model import ModelConfig
 from records import Checkpoints, Log, abstract, plot
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from sharding import batch_sharding, make_mesh, parse_mesh, state_shardings
+from sharding import DATA, MODEL, SEQUENCE, Split, batch_sharding, make_mesh, parse_mesh, state_shardings
 from text_data import VOCABULARY_SIZE, Corpus, held_out_batches, load_corpus, training_batch
 from training import State, TrainConfig, Trainer, bits_per_byte
+
+import jax_fa4.flax
+import jax_fa4.parallel
 
 HELD_OUT_BATCHES = 16
 """How many batches an evaluation reads."""
@@ -43,7 +46,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="start over instead of resuming from --out")
     parser.add_argument("--attention", choices=("jax_fa4", "jax"), default="jax_fa4", help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--mesh", type=parse_mesh, default="data=1,model=1", metavar="data=N,model=M")
+    parser.add_argument("--mesh", type=parse_mesh, default="data=1,model=1,seq=1", metavar="data=N,model=M,seq=S")
+    parser.add_argument(
+        "--sequence-parallel",
+        choices=("ring", "all_gather", "ulysses"),
+        default="ring",
+        help="how devices share a sequence that --mesh splits (default: %(default)s)",
+    )
+    parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="zigzag", help="of a split sequence")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seq-len", type=int, default=128, help="bytes that the model sees at once")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step, over all devices")
@@ -67,13 +77,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def attention_function(name: str) -> Callable[..., jax.Array]:
-    """The ``attention_fn`` for nnx.MultiHeadAttention: ours, or the default of flax (which calls jax.nn)."""
-    if name == "jax":
-        return nnx.dot_product_attention
-    import jax_fa4.flax
+def attention_function(arguments: argparse.Namespace, split: Split) -> Callable[..., jax.Array]:
+    """The ``attention_fn`` for nnx.MultiHeadAttention: ours, or the default of flax (which calls jax.nn).
 
-    return jax_fa4.flax.attention_fn
+    Raises:
+        ValueError: the sequence is split and the attention is not ours.
+    """
+    if arguments.mesh[SEQUENCE] > 1:
+        if arguments.attention == "jax":
+            raise ValueError("--mesh: seq above 1 needs --attention jax_fa4")
+        attend = jax_fa4.parallel.make_attention(
+            split.mesh,
+            batch_axes=DATA,
+            head_axis=MODEL,
+            sequence_axis=SEQUENCE,
+            strategy=arguments.sequence_parallel,
+            layout=split.layout,
+        )
+        return jax_fa4.flax.sharded_attention_fn(attend)
+    return nnx.dot_product_attention if arguments.attention == "jax" else jax_fa4.flax.attention_fn
 
 
 def prompts_for(corpus: Corpus, seq_len: int) -> np.ndarray:
@@ -96,8 +118,10 @@ def main(argv: Sequence[str] | None = None, on_step: Callable[[int], None] | Non
     corpus = load_corpus(arguments.data)
     model = ModelConfig(VOCABULARY_SIZE, arguments.layers, arguments.width, arguments.heads, dtype=arguments.dtype)
     schedule = TrainConfig(steps=arguments.steps, learning_rate=arguments.learning_rate)
-    trainer = Trainer(model, schedule, attention_function(arguments.attention), arguments.seed)
-    mesh = make_mesh(arguments.mesh, arguments.batch, arguments.heads)
+    chunks = 2 if arguments.layout == "zigzag" else 1
+    mesh = make_mesh(arguments.mesh, arguments.batch, arguments.heads, arguments.seq_len, chunks)
+    split = Split(mesh, arguments.layout)
+    trainer = Trainer(model, schedule, attention_function(arguments, split), arguments.seed, split)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(arguments.out / "checkpoints")

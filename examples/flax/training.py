@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from model import ByteLM, ModelConfig
+from model import ByteLM, ModelConfig, with_rotary_positions
+from sharding import Split
 
 WARMUP_STEPS = 20
 FINAL_LEARNING_RATE = 0.05
@@ -58,9 +59,12 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 class Trainer:
     """The functions of one run, each compiled once: ``init``, ``train_step``, ``evaluate`` and ``sample``."""
 
-    def __init__(self, model: ModelConfig, train: TrainConfig, attention_fn: Callable[..., jax.Array], seed: int):
+    def __init__(
+        self, model: ModelConfig, train: TrainConfig, attention_fn: Callable[..., jax.Array], seed: int, split: Split
+    ):
         self._model = model
-        self._attention_fn = attention_fn
+        self._split = split
+        self._attention_fn = with_rotary_positions(attention_fn, split.positions)
         self._seed = seed
         self._optimizer = make_optimizer(train)
         self._graph = nnx.graphdef(nnx.eval_shape(self._build))
@@ -71,7 +75,7 @@ class Trainer:
         self._sample = jax.jit(self._sample_bytes, static_argnames="length")
 
     def _build(self) -> ByteLM:
-        return ByteLM(self._model, self._attention_fn, nnx.Rngs(self._seed))
+        return ByteLM(self._model, self._attention_fn, nnx.Rngs(self._seed), self._split.place)
 
     def init(self) -> State:
         """A fresh state; call it under ``jax.jit`` with ``out_shardings`` to have it made where it will live."""
@@ -79,11 +83,13 @@ class Trainer:
         return {"params": params, "opt_state": self._optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
     def _apply(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Logits of tokens that are in the split's order, in that order."""
         return nnx.merge(self._graph, nnx.State(params))(tokens)
 
     def _loss(self, params: Any, tokens: jax.Array) -> jax.Array:
-        logits = self._apply(params, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        given, following = self._split.order(tokens[:, :-1]), self._split.order(tokens[:, 1:])
+        logits = self._apply(params, given)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
 
     def _train_step(self, state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         loss, gradients = jax.value_and_grad(self._loss)(state["params"], tokens)
@@ -103,7 +109,7 @@ class Trainer:
         self, params: Any, context: jax.Array, key: jax.Array, temperature: jax.Array, *, length: int
     ) -> jax.Array:
         def next_byte(context: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = self._apply(params, context)[:, -1] / temperature
+            logits = self._split.restore(self._apply(params, self._split.order(context)))[:, -1] / temperature
             byte = jax.random.categorical(key, logits).astype(context.dtype)
             return jnp.concatenate([context[:, 1:], byte[:, None]], axis=1), byte
 
