@@ -1,10 +1,11 @@
-"""Faults planted in the PTX of the Blackwell forward are found: what test_emulator_mutations.py does for Hopper's.
+"""Faults planted in the PTX of the Blackwell kernels are found: what test_emulator_mutations.py does for Hopper's.
 
 The default run plants a few faults of each kind, spread over the kernel; ``--long`` plants all of them.
 """
 
 import pytest
 
+from tests.emulator import attention_backward as backward
 from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
 from tests.emulator.errors import EmulatorError
 from tests.emulator.launch import Options
@@ -27,6 +28,22 @@ SHARE = {
 """Least share of the faults of a kind that must be found, where it is not all of them (of a sample: one at least)."""
 
 PER_KIND = 4
+
+BACKWARD = ForwardCase(270, 300, 64, heads=2, kv_heads=1, arch="sm_100f")
+BACKWARD_KINDS = (
+    "arrival removed",
+    "tcgen05 commit removed",
+    "tcgen05 store wait removed",
+    "tcgen05 load wait removed",
+)
+"""Kinds of which every fault in the backward must be found."""
+
+
+def sample(planted: list, thorough: bool) -> list:
+    """All faults, or a few spread over the kernel."""
+    if thorough or len(planted) <= PER_KIND:
+        return planted
+    return [planted[i * len(planted) // PER_KIND] for i in range(PER_KIND)]
 
 
 def kinds() -> list[str]:
@@ -66,8 +83,7 @@ def test_faults_are_found(kind, operands, executed, pytestconfig):
     thorough = pytestconfig.getoption("--long")
     planted = list(faults(artefact(CASE.spec).ptx, executed, (kind,)))
     assert planted, f"the kernel has nothing where '{kind}' could be planted"
-    if not thorough and len(planted) > PER_KIND:
-        planted = [planted[i * len(planted) // PER_KIND] for i in range(PER_KIND)]
+    planted = sample(planted, thorough)
     missed = [line for _, line, mutant in planted if not is_found(mutant, operands, 20 if thorough else 3)]
     found = len(planted) - len(missed)
     least = len(planted) if kind not in SHARE else SHARE[kind] * len(planted) if thorough else 1
@@ -77,3 +93,27 @@ def test_faults_are_found(kind, operands, executed, pytestconfig):
 def test_schedules_of_the_kernel_itself_are_clean(operands, pytestconfig):
     for seed in range(200 if pytestconfig.getoption("--long") else 10):
         assert_right(CASE, operands, run_forward(CASE, operands, options(seed)))
+
+
+def backward_is_right(given, seed: int, texts: dict[str, str]) -> bool:
+    try:
+        backward.assert_right(BACKWARD, given, backward.run_backward(BACKWARD, given, options(seed), texts=texts))
+    except (EmulatorError, AssertionError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", BACKWARD_KINDS)
+def test_faults_in_the_backward_are_found(kind, pytestconfig):
+    given = backward.inputs(BACKWARD)
+    specs = backward.backward_specs(
+        BACKWARD.arch, BACKWARD.problem, mask=BACKWARD.mask, varlen=False, deterministic=True
+    )
+    position = [spec.kind for spec in specs].index("backward_main")
+    clean = backward.run_backward(BACKWARD, given, options(1))
+    backward.assert_right(BACKWARD, given, clean)
+    planted = list(faults(artefact(specs[position]).ptx, clean.reports[position].lines, (kind,)))
+    assert planted
+    for _, line, mutant in sample(planted, pytestconfig.getoption("--long")):
+        texts = {"backward_main": mutant}
+        assert not all(backward_is_right(given, seed, texts) for seed in (1, 2, 3)), f"PTX line {line}"
