@@ -99,7 +99,7 @@ def test_scan():
     close(got, want, 2e-2)
 
 
-@pytest.mark.filterwarnings("ignore:jax_fa4 computes the gradients")
+@pytest.mark.filterwarnings("error:jax_fa4 computes the gradients")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal):
     arrays = operands()
@@ -127,3 +127,24 @@ def test_ring_on_four_devices():
     plain = functools.partial(jax_fa4.attention, implementation="xla")
     want = jax.value_and_grad(functools.partial(total, plain), (0, 1, 2))(query, key, value)
     close(got, want, 0.1)
+
+
+@pytest.mark.filterwarnings("error:jax_fa4 computes the gradients")
+def test_gradients_in_vmap_and_scan():
+    """Forward and backward kernels under jit, inside vmap (one operand unmapped) and inside scan."""
+    query, key, value = operands(batch=3, length=24, keys=24)
+
+    def loss(implementation, query, key, value):
+        function = functools.partial(jax_fa4.attention_with_lse, is_causal=True, implementation=implementation)
+
+        def body(carry, x):
+            out, lse = function(carry[None], key, x[None])
+            return out[0], jnp.sum(jnp.cos(lse))
+
+        mapped, _ = jax.vmap(function, (0, None, 0))(query[:, None], key, value[:, None])
+        last, totals = jax.lax.scan(body, query[0], value)
+        return jnp.sum(jnp.sin(mapped.astype(jnp.float32))) + jnp.sum(last.astype(jnp.float32)) + jnp.sum(totals)
+
+    arrays = query, key[:1], value
+    got, want = (jax.jit(jax.grad(functools.partial(loss, i), (0, 1, 2)))(*arrays) for i in (NAME, "xla"))
+    close(got, want, 5e-2)
