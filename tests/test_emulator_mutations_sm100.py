@@ -9,7 +9,7 @@ from tests.emulator import attention_backward as backward
 from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
 from tests.emulator.errors import EmulatorError
 from tests.emulator.launch import Options
-from tests.emulator.mutants import RULES, faults
+from tests.emulator.mutants import RULES, faults, sample
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
 
@@ -37,13 +37,6 @@ BACKWARD_KINDS = (
     "tcgen05 load wait removed",
 )
 """Kinds of which every fault in the backward must be found."""
-
-
-def sample(planted: list, thorough: bool) -> list:
-    """All faults, or a few spread over the kernel."""
-    if thorough or len(planted) <= PER_KIND:
-        return planted
-    return [planted[i * len(planted) // PER_KIND] for i in range(PER_KIND)]
 
 
 def kinds() -> list[str]:
@@ -83,7 +76,8 @@ def test_faults_are_found(kind, operands, executed, pytestconfig):
     thorough = pytestconfig.getoption("--long")
     planted = list(faults(artefact(CASE.spec).ptx, executed, (kind,)))
     assert planted, f"the kernel has nothing where '{kind}' could be planted"
-    planted = sample(planted, thorough)
+    if not thorough:
+        planted = sample(planted, PER_KIND)
     missed = [line for _, line, mutant in planted if not is_found(mutant, operands, 20 if thorough else 3)]
     found = len(planted) - len(missed)
     least = len(planted) if kind not in SHARE else SHARE[kind] * len(planted) if thorough else 1
@@ -114,6 +108,8 @@ def test_faults_in_the_backward_are_found(kind, pytestconfig):
     backward.assert_right(BACKWARD, given, clean)
     planted = list(faults(artefact(specs[position]).ptx, clean.reports[position].lines, (kind,)))
     assert planted
-    for _, line, mutant in sample(planted, pytestconfig.getoption("--long")):
+    if not pytestconfig.getoption("--long"):
+        planted = sample(planted, PER_KIND)
+    for _, line, mutant in planted:
         texts = {"backward_main": mutant}
         assert not all(backward_is_right(given, seed, texts) for seed in (1, 2, 3)), f"PTX line {line}"

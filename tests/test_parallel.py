@@ -258,10 +258,10 @@ def test_nested_in_data_and_model_with_scan_remat_and_vmap(strategy) -> None:
     plain = functools.partial(jax_fa4.attention, implementation="xla")
     got = jax.jit(jax.grad(chain(attend, order)))(x[0])
     want = jax.jit(jax.grad(chain(plain, lambda x: x)))(x[0])
-    np.testing.assert_allclose(got, want, atol=3e-5)
+    np.testing.assert_allclose(got, want, atol=1e-4)
     got = jax.jit(jax.vmap(jax.grad(chain(attend, order))))(x)
     want = jax.jit(jax.vmap(jax.grad(chain(plain, lambda x: x))))(x)
-    np.testing.assert_allclose(got, want, atol=3e-5)
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_make_attention_without_sequence_axis_has_no_communication() -> None:

@@ -294,7 +294,7 @@ def backward(
             narrow = d_scores.astype(query.dtype)
             d_key = einsum("bkmn,bkmh->bknh", narrow, query, dtype)
             d_query = einsum("bkmn,bknh->bkmh", narrow, key, dtype)
-            return d_query, d_key, d_value, d_scores if with_bias else jnp.zeros((), dtype)
+            return d_query, d_key, d_value, d_scores if with_bias else _zeros((), dtype, key)
 
         def step(m: Array, carry: dict[str, Array]) -> dict[str, Array]:
             if call.sparse:

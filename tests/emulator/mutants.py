@@ -71,6 +71,13 @@ def faults(text: str, executed: set[int], kinds: tuple[str, ...] = tuple(RULES))
                 yield kind, number, "\n".join([*lines[: number - 1], mutated, *lines[number:]])
 
 
+def sample(planted: list[Fault], most: int) -> list[Fault]:
+    """At most ``most`` faults, spread evenly over the kernel."""
+    if len(planted) <= most:
+        return planted
+    return [planted[i * len(planted) // most] for i in range(most)]
+
+
 def shifted_mask(text: str) -> str:
     """All comparisons ``> n`` of column numbers in a mask become ``>= n``."""
     mutated, count = re.subn(r"setp\.gt(\.s32\s+%p\d+, %r\d+), (9|17|25|33|41);", r"setp.ge\1, \2;", text)
