@@ -92,3 +92,14 @@ def split(arrays: dict) -> tuple[dict, dict]:
 
 def split_call(function, arrays: dict):
     return jax.jit(function)(*split(arrays))
+
+
+@pytest.mark.parametrize("operand", ["query", "key"])
+def test_a_split_sequence_is_refused_on_explicit_meshes(operand: str) -> None:
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        whole = jax.device_put(jnp.zeros((1, 8, 2, 4)), NamedSharding(mesh, P()))
+        arrays = dict.fromkeys(("query", "key", "value"), whole)
+        arrays[operand] = jax.device_put(jnp.zeros((1, 8, 2, 4)), NamedSharding(mesh, P(None, "seq")))
+        with pytest.raises(ValueError, match=rf"{operand}: got its sequence axis split over mesh axis 'seq'.*parallel"):
+            jax_fa4.attention(**arrays)
