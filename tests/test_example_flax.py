@@ -166,7 +166,9 @@ def test_samples(example):
     model = example.model.ModelConfig(layers=1, width=32, heads=4)
     from flax import nnx
 
-    trainer = example.training.Trainer(model, example.training.TrainConfig(1), nnx.dot_product_attention, seed=3)
+    mesh = example.sharding.make_mesh({"data": 1, "model": 1, "seq": 1}, batch=2, heads=4, length=16)
+    split = example.sharding.Split(mesh)
+    trainer = example.training.Trainer(model, example.training.TrainConfig(1), nnx.dot_product_attention, 3, split)
     params = trainer.init()["params"]
     prompts = np.arange(32, dtype=np.uint8).reshape(2, 16)
     sample = trainer.sample(params, prompts, 5, temperature=1e-4)
@@ -254,7 +256,7 @@ def test_rotary_positions(example):
     """Scores depend on the distance between positions alone, and lengths are kept."""
     x = jax.random.normal(jax.random.key(0), (1, 8))
     row = np.broadcast_to(x, (12, 1, 8))
-    turned = example.model.rotate(row)
+    turned = example.model.rotate(row, np.arange(12))
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(row, axis=-1), rtol=1e-5)
     scores = np.einsum("qnh,knh->qk", turned, turned)
     for distance in range(12):
