@@ -17,9 +17,22 @@ ARCH = "sm_100f"
 SHORT = ((1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (108, 256), (300, 128), (0, 5), (5, 0))
 """Shapes of the core set; the long mode adds those of ``tests.cases.SHAPES``."""
 
-HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (104, 104), (128, 128), (200, 200))
-LONG_HEAD_DIMS = (*HEAD_DIMS, (72, 72), (96, 96), (64, 128), (128, 64), (24, 88), (192, 128), (192, 192), (256, 256))
-"""The core set's need three padded head dims: compiling kernels takes most of its time."""
+HEAD_DIMS = ((8, 8), (64, 64), (104, 104), (128, 128), (200, 200))
+MASKS = ("none", "causal", "window", "causal_lengths")
+DTYPES = ("bfloat16",)
+LONG_HEAD_DIMS = (
+    *HEAD_DIMS,
+    (40, 40),
+    (72, 72),
+    (96, 96),
+    (64, 128),
+    (128, 64),
+    (24, 88),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+)
+"""Compiling kernels takes most of the core set's time: three padded head dims, four kinds of mask, one dtype."""
 
 CORE, LONG = 40, 300
 SEEDS, LONG_SEEDS = 4, 20
@@ -61,7 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The long mode has more problems and more schedules."""
     long = metafunc.config.getoption("--long")
     if "sampled" in metafunc.fixturenames:
-        cases = sample_cases(CORE, shapes=SHORT, head_dims=HEAD_DIMS)
+        cases = sample_cases(CORE, shapes=SHORT, head_dims=HEAD_DIMS, masks=MASKS, dtypes=DTYPES)
         cases += sample_cases(LONG, seed=1, head_dims=LONG_HEAD_DIMS) if long else []
         metafunc.parametrize("sampled", list(dict.fromkeys(cases)), ids=lambda case: case.name)
     if "seeds" in metafunc.fixturenames:

@@ -17,6 +17,10 @@ ARCH = "sm_100f"
 SHORT = ((1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (108, 256), (300, 128), (0, 5), (5, 0))
 """Shapes of the core set; the long mode adds those of ``tests.cases.SHAPES``."""
 
+CORE_HEAD_DIMS = ((8, 8), (64, 64), (104, 104), (128, 128), (192, 128), (256, 256))
+CORE_MASKS = ("none", "causal", "window", "causal_lengths", "window_offset")
+"""Compiling kernels takes most of the core set's time: four padded head dims, four kinds of mask."""
+
 CORE, LONG = 60, 400
 SEEDS, LONG_SEEDS = 3, 20
 
@@ -51,7 +55,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The long mode has more problems and more schedules."""
     long = metafunc.config.getoption("--long")
     if "sampled" in metafunc.fixturenames:
-        cases = sample_cases(CORE, shapes=SHORT) + (sample_cases(LONG, seed=1) if long else [])
+        cases = sample_cases(CORE, shapes=SHORT, head_dims=CORE_HEAD_DIMS, masks=CORE_MASKS)
+        cases += sample_cases(LONG, seed=1) if long else []
         metafunc.parametrize("sampled", list(dict.fromkeys(cases)), ids=lambda case: case.name)
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(1, 1 + (LONG_SEEDS if long else SEEDS)))
