@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+
+from jax_fa4.varying import vary, varying_axes
 
 from . import partition
 from .plan import LaunchPlan
@@ -90,7 +91,7 @@ def call(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
     Returns:
       The results in the operation's order.
     """
-    return tuple(kernel_call_p.bind(*_vary_alike(operands), operation=operation))
+    return tuple(kernel_call_p.bind(*vary(varying_axes(operands), *operands), operation=operation))
 
 
 def detect_target() -> Target:
@@ -118,17 +119,6 @@ def arch_of(capability: str) -> str | None:
     if capability == "9.0":
         return "sm_90a"
     return "sm_100f" if capability.startswith("10.") else None
-
-
-def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Casts operands to vary over the union of their manual mesh axes (inside shard_map; else does nothing)."""
-    union = frozenset[Any]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return [cast(x) for x in operands]
 
 
 kernel_call_p = Primitive("jax_fa4_kernel_call")
