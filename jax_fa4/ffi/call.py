@@ -174,7 +174,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) 
     return mlir.lower_fun(partitioned, multiple_results=True)(ctx, *operands)
 
 
-def _local_call(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _local_call(operation: Operation, split: partition.Split, *operands: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(local_call_p.bind(*operands, operation=operation))
 
 

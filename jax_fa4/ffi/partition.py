@@ -144,16 +144,16 @@ def sharding_rule(dimensions: Dimensions, operands: Sequence[Any]) -> tuple[str,
     return f"{text(dimensions.operands)} -> {text(dimensions.results)}", arguments
 
 
-def partitioned(local: Callable[..., tuple[jax.Array, ...]], dimensions: Dimensions, operands: Sequence[Any]) -> Any:
-    """``local`` as a function that the partitioner splits.
+def partitioned(
+    part: Callable[..., tuple[jax.Array, ...]], dimensions: Dimensions, operands: Sequence[Any]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """A call as a function that the partitioner splits.
 
     Args:
-      local: the call on one device's part.
+      part: ``part(split, *operands)``, the call on one device's part; ``Split()`` where nothing is split.
       dimensions: names of the axes.
       operands: avals of the whole call.
     """
-    count = len(operands)
-    dimensions = Dimensions(dimensions.operands[:count], dimensions.results)
 
     def split_call(mesh: Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
         split = choose_split(dimensions, arg_shapes, arg_shapes[0].sharding.spec, dict(mesh.shape))
@@ -161,9 +161,10 @@ def partitioned(local: Callable[..., tuple[jax.Array, ...]], dimensions: Dimensi
         def shardings(arrays: tuple[str, ...]) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, split.spec(names)) for names in arrays)
 
-        return mesh, local, shardings(dimensions.results), shardings(dimensions.operands)
+        return mesh, functools.partial(part, split), shardings(dimensions.results), shardings(dimensions.operands)
 
     rule, factors = sharding_rule(dimensions, operands)
-    function = custom_partitioning(local)
+    # custom_partitioning takes no function with constants; those of a jitted one are its own.
+    function = custom_partitioning(jax.jit(functools.partial(part, Split())))
     function.def_partition(partition=split_call, sharding_rule=rule, **factors)
     return function

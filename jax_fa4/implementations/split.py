@@ -15,11 +15,10 @@ from typing import Any
 import jax
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from jax_fa4.config import DIFFERENTIABLE, AttentionConfig, Gradients, Operands
-from jax_fa4.ffi.partition import BATCH, KEY_HEADS, QUERY_HEADS, Dimensions, Split, choose_split, sharding_rule
+from jax_fa4.ffi.partition import BATCH, KEY_HEADS, QUERY_HEADS, Dimensions, Split, choose_split, partitioned
 from jax_fa4.implementations.base import Backward, Forward
 
 AXES = {
@@ -127,7 +126,7 @@ def _run(part: Local, dimensions: Dimensions, arrays: Sequence[Array]) -> tuple[
 
     @custom_vmap
     def run(*arrays: Array) -> tuple[Array, ...]:
-        return _partitioned(part, dimensions, arrays)(*arrays)
+        return partitioned(part, dimensions, arrays)(*arrays)
 
     @run.def_vmap
     def mapped(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
@@ -149,20 +148,3 @@ def _run_explicit(part: Local, dimensions: Dimensions, arrays: Sequence[Array]) 
     )
     wanted = (NamedSharding(sharding.mesh, split.spec(axes)) for axes in dimensions.operands)
     return run(*(jax.sharding.reshard(x, want) for x, want in zip(arrays, wanted, strict=True)))
-
-
-def _partitioned(part: Local, dimensions: Dimensions, arrays: Sequence[Array]) -> Callable[..., tuple[Array, ...]]:
-    """The call with a rule for the partitioner of Auto mesh axes."""
-
-    def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        split = choose_split(dimensions, operands, operands[0].sharding.spec, dict(mesh.shape))
-
-        def shardings(axes: tuple[str, ...]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, split.spec(names)) for names in axes)
-
-        return mesh, functools.partial(part, split), shardings(dimensions.results), shardings(dimensions.operands)
-
-    rule, factors = sharding_rule(dimensions, arrays)
-    function = custom_partitioning(jax.jit(functools.partial(part, Split())))
-    function.def_partition(partition=partition, sharding_rule=rule, **factors)
-    return function
