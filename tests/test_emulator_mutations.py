@@ -3,15 +3,13 @@ orders the same accesses); per kind of fault the least share that must be found 
 
 import pytest
 
-from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
+from tests.emulator.attention import artefact, assert_right, run_forward
+from tests.emulator.cases import SM90_FAULTS as CASE
 from tests.emulator.errors import EmulatorError
 from tests.emulator.launch import Options
 from tests.emulator.mutants import RULES, faults, sample, shifted_mask
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
-
-CASE = ForwardCase(400, 420, 64, mask="causal", multiprocessors=1, ramp=0.01)
-"""Several tiles in one CTA, several key blocks each, moving maxima: every buffer and phase is used again."""
 
 SHARE = {
     "wait skipped": 0.6,  # of two waits in a row the second may imply the first

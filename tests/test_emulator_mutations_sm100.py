@@ -6,15 +6,14 @@ The default run plants a few faults of each kind, spread over the kernel; ``--lo
 import pytest
 
 from tests.emulator import attention_backward as backward
-from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
+from tests.emulator.attention import artefact, assert_right, run_forward
+from tests.emulator.cases import SM100_BACKWARD_FAULTS as BACKWARD
+from tests.emulator.cases import SM100_FAULTS as CASE
 from tests.emulator.errors import EmulatorError
 from tests.emulator.launch import Options
 from tests.emulator.mutants import RULES, faults, sample
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
-
-CASE = ForwardCase(130, 300, 128, heads=3, multiprocessors=1, ramp=0.01, arch="sm_100f")
-"""Three tiles in one CTA, three key blocks each, a ring that wraps, moving maxima."""
 
 SHARE = {
     "wait skipped": 0.6,  # of two waits in a row the second may imply the first
@@ -29,7 +28,6 @@ SHARE = {
 
 PER_KIND = 4
 
-BACKWARD = ForwardCase(270, 300, 64, heads=2, kv_heads=1, arch="sm_100f")
 BACKWARD_KINDS = (
     "arrival removed",
     "tcgen05 commit removed",

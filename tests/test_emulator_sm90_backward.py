@@ -5,6 +5,7 @@ import pytest
 from jax_fa4.kernels.spec import splits_backward
 from tests.emulator.attention import ForwardCase
 from tests.emulator.attention_backward import assert_right, inputs, run_backward
+from tests.emulator.cases import SM90_BACKWARD_CLEAN
 from tests.emulator.launch import Options
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
@@ -57,9 +58,8 @@ def test_backward(case, deterministic):
         assert_right(case, given, run_backward(case, given, Options(seed=seed), deterministic))
 
 
-@pytest.mark.parametrize("mask", ["none", "causal"])
-def test_deterministic_gradients_do_not_depend_on_the_schedule(mask, pytestconfig):
-    case = ForwardCase(270, 300, 64, heads=2, kv_heads=1, mask=mask)
+@pytest.mark.parametrize("case", SM90_BACKWARD_CLEAN, ids=lambda case: case.name)
+def test_deterministic_gradients_do_not_depend_on_the_schedule(case, pytestconfig):
     given = inputs(case)
     first = run_backward(case, given, Options(seed=0)).gradients
     for seed in range(1, 200 if pytestconfig.getoption("--long") else 6):
