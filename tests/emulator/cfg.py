@@ -8,7 +8,9 @@ definitions of it, so uniformity and divergence are solved together, starting fr
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from functools import cache
 
 from .ptx import Instruction, Kernel
 
@@ -22,7 +24,7 @@ _LANE_SPECIAL = ("%tid", "%laneid", "%lanemask")
 
 
 def registers(operand: tuple, out: list[str]) -> None:
-    """Appends the names of all registers in an operand (special registers, which contain a dot or no digits, too)."""
+    """Appends the names of all registers in an operand (special registers too)."""
     form = operand[0]
     if form == "r":
         out.append(operand[1])
@@ -36,8 +38,16 @@ def registers(operand: tuple, out: list[str]) -> None:
         registers(operand[2], out)
 
 
+_SPECIAL = re.compile(
+    r"%(n?tid|n?ctaid|n?clusterid|cluster_n?ctaid|cluster_n?ctarank|is_explicit_cluster|laneid|n?warpid|n?smid|gridid"
+    r"|lanemask_\w+|clock(_hi|64)?|globaltimer\w*|pm\d+|envreg\d+|\w+_smem_(size|offset\w*)|current_graph_exec)(\.[xyz])?"
+)
+"""The names that PTX reserves; every other name is the program's, whether or not it begins with %."""
+
+
+@cache
 def is_special(name: str) -> bool:
-    return (name.startswith("%") and not name[-1].isdigit()) or "." in name or name in ("%clock64", "%warpid")
+    return name.startswith("%") and _SPECIAL.fullmatch(name) is not None
 
 
 def has_destination(ins: Instruction) -> bool:

@@ -7,7 +7,7 @@ float64, bool); uniform ones are Python ints (h, u, U), ``numpy.float32``, float
 
 from __future__ import annotations
 
-from .cfg import registers
+from .cfg import is_special, registers
 from .ptx import Kernel
 
 _NEUTRAL = {"mov", "ld", "st", "shfl", "selp", "ldu", "atom", "red"}
@@ -87,7 +87,7 @@ def choose(kernel: Kernel) -> dict[str, str]:
                 votes[b] = [int(va[0] >= va[1]), int(va[1] > va[0])]
     kinds = {}
     for name, (integer, floating) in votes.items():
-        if name.startswith("%") and (not name[-1].isdigit() or "." in name):
+        if is_special(name):
             continue
         declared = kernel.type_of(name)
         if declared in _DECLARED:

@@ -21,8 +21,11 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
   say "1,000 calls bitwise; processes, export, caches, command buffers"
   tests 120 bitwise -n 4 tests/gpu/test_attention.py tests/gpu/test_processes.py -k "bitwise or processes"
   say "the emulator's bits"
-  timeout 120 python3 -m tests.gpu.emulator_agreement --folder jax_fa4/artefacts >"$out/agreement.txt" 2>&1
+  timeout 120 python3 -m tests.gpu.emulator_agreement --folder jax_fa4/artefacts \
+    --save "$out/agreement" >"$out/agreement.txt" 2>&1
   tail -n 8 "$out/agreement.txt"
+  timeout 60 python3 -m tests.gpu.tensor_core_probe --save "$out/probe.npz" >"$out/probe.txt" 2>&1
+  tail -n 3 "$out/probe.txt"
   for tool in memcheck racecheck synccheck; do
     for direction in forward backward; do
       say "compute-sanitizer $tool, $direction"
