@@ -144,11 +144,12 @@ def check(folder: Path, count: int, seed: int) -> int:
     """``count`` random cases over the folder's kernels; returns how many failed."""
     rng, failures, done = random.Random(seed), 0, 0
     found = calls(folder)
+    rng.shuffle(found)
     low = {64: 8, 96: 72, 128: 104, 192: 136, 256: 200}
     for index in range(count):
         spec, known = found[index % len(found)]
         dims = [d if rng.random() < 0.6 else rng.randrange(low[d], d + 1, 8) for d in (spec.head_dim, spec.head_dim_v)]
-        seqlen_q, seqlen_k = [*SHAPES, (0, 5), (5, 0)][(index // len(found)) % (len(SHAPES) + 2)]
+        seqlen_q, seqlen_k = [*SHAPES, (0, 5), (5, 0)][(index + index // len(found)) % (len(SHAPES) + 2)]
         kv_heads, group = rng.choice([(1, 1), (3, 1), (2, 4), (1, 6), (1, 16)])
         bounds = {}
         if spec.mask == "window":

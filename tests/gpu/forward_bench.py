@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from jax_fa4.ffi.call import arch_of
 from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.plans import forward_plan
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
@@ -100,7 +101,9 @@ def compare(call: Call, mask: str) -> tuple[bool, str]:
 
 
 def load_all(folder: Path) -> list[Artefact]:
-    return [Artefact.read(path) for path in sorted(folder.glob("*.fa4.zip"))]
+    """The folder's artefacts, forward and backward, for the GPU at hand."""
+    arch = arch_of(".".join(map(str, torch.cuda.get_device_capability())))
+    return [a for a in map(Artefact.read, sorted(folder.glob("*.fa4.zip"))) if a.spec.arch == arch]
 
 
 SHAPES = [
@@ -120,13 +123,14 @@ SHAPES = [
 def check(artefacts: list[Artefact], count: int, seed: int) -> int:
     """``count`` random cases over the artefacts; returns how many failed."""
     rng = random.Random(seed)
+    artefacts = rng.sample(artefacts, len(artefacts))
     failures = 0
     for index in range(count):
         artefact = artefacts[index % len(artefacts)]
         spec = artefact.spec
         low = {64: 8, 96: 72, 128: 104, 192: 136, 256: 200}
         dims = [d if rng.random() < 0.6 else rng.randrange(low[d], d + 1, 8) for d in (spec.head_dim, spec.head_dim_v)]
-        seqlen_q, seqlen_k = SHAPES[(index // len(artefacts)) % len(SHAPES)]
+        seqlen_q, seqlen_k = SHAPES[(index + index // len(artefacts)) % len(SHAPES)]
         kv_heads, group = rng.choice([(1, 1), (3, 1), (2, 4), (1, 6), (1, 8)])
         offset = 0 if spec.varlen else rng.choice([0, 0, seqlen_k - seqlen_q, 5, -7])
         bounds = {}
@@ -253,7 +257,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.zeros(1, device="cuda")
-    artefacts = [a for a in load_all(arguments.folder) if arguments.match in a.spec.name]
+    artefacts = [a for a in load_all(arguments.folder) if a.spec.kind == "forward" and arguments.match in a.spec.name]
     if arguments.what == "check":
         raise SystemExit(1 if check(artefacts, arguments.count, arguments.seed) else 0)
     cells = [tuple(map(int, cell.split("x"))) for cell in arguments.cells.split(",")]

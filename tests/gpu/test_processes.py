@@ -5,10 +5,14 @@ The child processes run this file as a script; each prints a line that the test 
 
 from __future__ import annotations
 
+import collections
+import gzip
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +24,8 @@ import pytest
 import jax_fa4
 
 SHAPE = (2, 512, 4, 128)
+OWN_KERNELS = "kernel_cutlass"
+"""Part of the entry name of each of our kernels."""
 
 
 def inputs() -> list[jax.Array]:
@@ -38,8 +44,6 @@ def step(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array,
 
 
 def digest(arrays) -> str:
-    import hashlib
-
     return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in arrays)).hexdigest()
 
 
@@ -59,7 +63,7 @@ def test_exported_in_one_process_runs_in_another_without_dsl_or_cache(tmp_path: 
     there = child("export", str(file))
     empty = tmp_path / "empty"
     empty.mkdir()
-    here = child("run_exported", str(file), hide=("cutlass", "jax_fa4.kernels.compile"), XDG_CACHE_HOME=str(empty))
+    here = child("run_exported", str(file), hide=("cutlass",), XDG_CACHE_HOME=str(empty))
     assert here["digest"] == there["digest"]
     assert not list(empty.rglob("*.zip"))
 
@@ -72,10 +76,18 @@ def test_compilation_cache_serves_a_second_process(tmp_path: Path) -> None:
     assert files and files == {p.name for p in tmp_path.rglob("*") if p.is_file() and not p.name.endswith("-atime")}
 
 
-@pytest.mark.parametrize("kinds", ["", "FUSION,CUBLAS,CUSTOM_CALL"], ids=["off", "on"])
-def test_command_buffers(kinds: str) -> None:
-    flags = f"--xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1"
-    assert child("step", XLA_FLAGS=flags)["digest"] == child("step")["digest"]
+def test_command_buffers() -> None:
+    """The same bits with command buffers on and off; where on, the kernels are launched as parts of a graph.
+
+    The proof is the profiler's: which launch functions one later execution calls, and which kernels run on the GPU.
+    """
+    common = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer="
+    off = child("launches", XLA_FLAGS=common)
+    on = child("launches", XLA_FLAGS=common + "FUSION,CUBLAS,CUSTOM_CALL")
+    print(f"one execution: command buffers off {off}, on {on}")
+    assert on["digest"] == off["digest"] == child("step")["digest"]
+    assert off["graph_launches"] == 0 and off["launched_alone"] == 4, off  # a forward and a backward
+    assert on["graph_launches"] >= 1 and on["launched_alone"] == 0, on
 
 
 def test_two_gpus_at_once() -> None:
@@ -105,6 +117,12 @@ def _export(file: str) -> dict:
 
 
 def _run_exported(file: str) -> dict:
+    from jax_fa4.kernels.store import ArtefactStore
+
+    def load(*_: object) -> None:
+        raise AssertionError("an exported program must carry its kernels")
+
+    ArtefactStore.load = load  # type: ignore[method-assign]
     exported = jax.export.deserialize(Path(file).read_bytes())
     return {"digest": digest(jax.jit(exported.call)(*inputs()))}
 
@@ -116,13 +134,41 @@ def _step() -> dict:
     return {"digest": results[0]}
 
 
+def _launches() -> dict:
+    run, arrays = jax.jit(step), inputs()
+    for _ in range(4):  # XLA records its graphs in the first executions
+        result = jax.block_until_ready(run(*arrays))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run(*arrays))
+        (file,) = Path(folder).rglob("*.trace.json.gz")
+        with gzip.open(file) as stream:
+            events = json.load(stream)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    calls: collections.Counter[str] = collections.Counter()
+    alone: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        name, arguments = event["name"], event.get("args", {})
+        if "GPU" not in names.get(event["pid"], ""):
+            if name.startswith("cu") and "Launch" in name:
+                calls[name] += 1
+        elif OWN_KERNELS in name and "correlation_id" in arguments and not any("graph" in key for key in arguments):
+            alone[name[:80]] += 1
+    graphs = sum(number for name, number in calls.items() if "GraphLaunch" in name)
+    reply = {"digest": digest(result), "calls": calls, "graph_launches": graphs, "launched_alone": alone.total()}
+    return reply if calls else {**reply, "events": sorted({e.get("name", "") for e in events})[:80]}
+
+
 def _lowering_time() -> dict:
+    from jax_fa4.ffi.call import detect_target
     from jax_fa4.kernels.store import default_store
     from jax_fa4.primitives import AttentionCall, ForwardOperation
 
     run = jax.jit(lambda q, k, v: jax_fa4.attention(q, k, v, implementation="fa4"))
     run.lower(*inputs())  # imports, device set-up
-    spec = ForwardOperation(AttentionCall(scale=0.1, mask="causal")).specs(inputs(), "sm_90a")[-1]
+    spec = ForwardOperation(AttentionCall(scale=0.1, mask="causal")).specs(inputs(), detect_target().arch)[-1]
     start = time.perf_counter()
     default_store().load(spec)
     lookup = time.perf_counter() - start
@@ -131,7 +177,13 @@ def _lowering_time() -> dict:
     return {"lookup_ms": lookup * 1e3, "second_lowering_ms": (time.perf_counter() - start) * 1e3}
 
 
-ACTIONS = {"export": _export, "run_exported": _run_exported, "step": _step, "lowering_time": _lowering_time}
+ACTIONS = {
+    "export": _export,
+    "run_exported": _run_exported,
+    "step": _step,
+    "launches": _launches,
+    "lowering_time": _lowering_time,
+}
 
 
 class _Hidden:
