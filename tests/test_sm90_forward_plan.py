@@ -171,8 +171,7 @@ def test_run_time_lengths_leave_tiles_to_the_hardware():
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim_v", PADDED_HEAD_DIMS)
-@pytest.mark.parametrize("head_dim", PADDED_HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), PADDED_HEAD_DIMS)
 def test_tiles_fit(head_dim: int, head_dim_v: int, mask: str):
     spec = make_spec(head_dim=head_dim, head_dim_v=head_dim_v, mask=mask)
     layout = ForwardLayout(spec)

@@ -11,7 +11,7 @@ import pytest
 from jax_fa4.kernels import compile as compiler
 from jax_fa4.kernels import store
 from jax_fa4.kernels.artefact import Artefact, ArtefactError
-from jax_fa4.kernels.spec import KernelSpec, Tile, UnsupportedSpecError, padded_head_dim, standard_specs
+from jax_fa4.kernels.spec import KernelSpec, Tile, UnsupportedSpecError, padded_head_dims, standard_specs
 
 SPEC = KernelSpec.create(arch="sm_90a", kind="forward", dtype="bfloat16", head_dim=128)
 PTX = """.version 8.8
@@ -232,9 +232,36 @@ def test_compiler_failure_is_quoted(monkeypatch):
         compiler.compile_spec(SPEC)
 
 
-@pytest.mark.parametrize(("head_dim", "padded"), [(8, 64), (64, 64), (72, 96), (104, 128), (136, 192), (200, 256)])
-def test_padding(head_dim: int, padded: int):
-    assert padded_head_dim(head_dim) == padded
+@pytest.mark.parametrize(
+    ("head_dim", "padded"),
+    [
+        ((8, 8), (64, 64)),
+        ((64, 64), (64, 64)),
+        ((72, 72), (96, 96)),
+        ((104, 104), (128, 128)),
+        ((136, 136), (192, 192)),
+        ((200, 200), (256, 256)),
+        ((192, 128), (192, 128)),
+        ((64, 128), (64, 128)),
+        ((72, 128), (128, 128)),
+        ((128, 64), (128, 128)),
+        ((136, 8), (192, 128)),
+        ((64, 256), (256, 256)),
+    ],
+)
+def test_padding(head_dim: tuple[int, int], padded: tuple[int, int]):
+    assert padded_head_dims(*head_dim) == padded
+    spec = KernelSpec.create(
+        arch="sm_90a", kind="forward", dtype="float16", head_dim=head_dim[0], head_dim_v=head_dim[1]
+    )
+    assert (spec.head_dim, spec.head_dim_v) == padded
+    assert spec in standard_specs(["sm_90a"])
+
+
+@pytest.mark.parametrize("head_dim_v", [0, 100, 264])
+def test_bad_value_head_dims_are_named(head_dim_v: int):
+    with pytest.raises(UnsupportedSpecError, match=f"head_dim_v is {head_dim_v}"):
+        KernelSpec.create(arch="sm_90a", kind="forward", dtype="float16", head_dim=64, head_dim_v=head_dim_v)
 
 
 @pytest.mark.parametrize("head_dim", [0, -8, 4, 100, 264])

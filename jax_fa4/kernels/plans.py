@@ -15,7 +15,7 @@ from jax_fa4.kernels.sm90.forward import plan as sm90_forward
 from jax_fa4.kernels.sm100.backward import plan as sm100_backward
 from jax_fa4.kernels.sm100.backward_split import plan as sm100_backward_split
 from jax_fa4.kernels.sm100.forward import plan as sm100_forward
-from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, padded_head_dim, splits_backward
+from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, padded_head_dims, splits_backward
 
 DEFAULT_SM_COUNT = {"sm_90a": 132, "sm_100f": 148}
 """Multiprocessors assumed where the device is not known (H100 and H200 SXM; B200); any value gives right results."""
@@ -36,7 +36,7 @@ def forward_plan(artefact: Artefact, problem: ForwardProblem, *, sm_count: int |
     builder = _FORWARD_KERNELS.get(spec.arch)
     if builder is None or spec.kind != "forward":
         raise UnsupportedSpecError(f"{spec.name}: no forward launch plan for {spec.arch}")
-    padded = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    padded = padded_head_dims(problem.head_dim, problem.head_dim_v)
     if padded != (spec.head_dim, spec.head_dim_v) or problem.dtype != spec.dtype:
         raise ValueError(
             f"kernel {spec.name} does not serve {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "

@@ -27,9 +27,10 @@ MAX_HEAD_DIM = 256
 HEAD_DIM_GRANULE = 8
 """Head dims are multiples of this many elements (16 bytes: the granule of TMA strides and vector accesses)."""
 
-PADDED_HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head dims that kernels are built for. Others use the next larger one; TMA fills the difference with zeros on load
-and drops it on store, so one artefact serves every head dim between two entries."""
+PADDED_HEAD_DIMS = ((64, 64), (96, 96), (64, 128), (128, 128), (192, 128), (192, 192), (256, 256))
+"""Pairs (head_dim, head_dim_v) that kernels are built for, all of them part of a release. Others use the smallest pair
+that holds both; TMA fills the difference with zeros on load and drops it on store, so one artefact serves every pair in
+between, and no pair of head dims needs the compiler at hand."""
 
 BACKWARD_MASK_FREE_KINDS = ("backward_preprocess", "backward_postprocess")
 """Kinds that touch rows only, never scores: their specs always say ``mask="none"``."""
@@ -81,8 +82,7 @@ class KernelSpec:
         _require("kind", self.kind, KINDS)
         _require("dtype", self.dtype, DTYPES)
         _require("mask", self.mask, MASKS)
-        for field in ("head_dim", "head_dim_v"):
-            _require(field, getattr(self, field), PADDED_HEAD_DIMS)
+        _require("(head_dim, head_dim_v)", (self.head_dim, self.head_dim_v), PADDED_HEAD_DIMS)
 
     @classmethod
     def create(
@@ -106,8 +106,7 @@ class KernelSpec:
         """
         _require("arch", arch, ARCHITECTURES)
         _require("kind", kind, KINDS)
-        padded = padded_head_dim(head_dim, "head_dim")
-        padded_v = padded if head_dim_v is None else padded_head_dim(head_dim_v, "head_dim_v")
+        padded, padded_v = padded_head_dims(head_dim, head_dim if head_dim_v is None else head_dim_v)
         if kind in BACKWARD_MASK_FREE_KINDS:
             mask = "none"
         if kind == "backward_postprocess":
@@ -162,14 +161,16 @@ class KernelSpec:
         return replace(self, tile=tile)
 
 
-def padded_head_dim(head_dim: int, argument: str = "head_dim") -> int:
-    """Smallest entry of :data:`PADDED_HEAD_DIMS` that holds ``head_dim``; raises :class:`UnsupportedSpecError`."""
-    if head_dim <= 0 or head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_GRANULE:
-        raise UnsupportedSpecError(
-            f"{argument} is {head_dim}; the kernels take multiples of {HEAD_DIM_GRANULE} from {HEAD_DIM_GRANULE} to "
-            f"{MAX_HEAD_DIM}"
-        )
-    return next(dim for dim in PADDED_HEAD_DIMS if dim >= head_dim)
+def padded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The least pair of :data:`PADDED_HEAD_DIMS` that holds both; raises :class:`UnsupportedSpecError`."""
+    for argument, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if value <= 0 or value > MAX_HEAD_DIM or value % HEAD_DIM_GRANULE:
+            raise UnsupportedSpecError(
+                f"{argument} is {value}; the kernels take multiples of {HEAD_DIM_GRANULE} from {HEAD_DIM_GRANULE} to "
+                f"{MAX_HEAD_DIM}"
+            )
+    fitting = [pair for pair in PADDED_HEAD_DIMS if head_dim <= pair[0] and head_dim_v <= pair[1]]
+    return min(fitting, key=sum)
 
 
 def select_tile(arch: str, kind: str, head_dim: int, head_dim_v: int, mask: str) -> Tile:
@@ -347,12 +348,9 @@ _TILE_TABLES = {
     ("sm_100f", "backward_query"): _sm100_query_tile,
 }
 
-STANDARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-"""Padded (head_dim, head_dim_v) pairs of the artefacts that a release ships."""
-
 
 def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> list[KernelSpec]:
-    """Specs of a release: every mask, dtype and flag for the usual head dims, for kinds that have kernels."""
+    """Specs of a release: every mask, dtype and flag for all padded head dims, for kinds that have kernels."""
     specs: dict[KernelSpec, None] = {}
     wanted = KINDS if kinds is None else tuple(kinds)
     for arch in archs:
@@ -362,7 +360,7 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
             if (arch, kind) not in _TILE_TABLES:
                 continue
             for dtype in DTYPES:
-                for head_dim, head_dim_v in STANDARD_HEAD_DIMS:
+                for head_dim, head_dim_v in PADDED_HEAD_DIMS:
                     if _other_backward(kind, head_dim, head_dim_v):
                         continue
                     for mask in MASKS:
