@@ -39,6 +39,7 @@ def compare(
     *,
     bursts: int = 15,
     burst_seconds: float = 0.02,
+    min_calls: int = 3,
     max_calls: int = 100,
 ) -> dict[str, Timing]:
     """Times zero-argument functions side by side.
@@ -48,7 +49,7 @@ def compare(
         its first call, which is not counted.
       bursts: number of bursts per function.
       burst_seconds: length aimed at for one burst; the number of calls in a burst follows from it.
-      max_calls: upper limit of calls in a burst (bounds the memory that queued results hold).
+      min_calls, max_calls: limits of the calls in a burst (the upper one bounds the memory that queued results hold).
 
     Returns:
       name to :class:`Timing`.
@@ -56,9 +57,11 @@ def compare(
     calls = {}
     for name, function in functions.items():
         jax.block_until_ready(function())
-        _burst(function, 3)
-        once = _burst(function, 5)
-        calls[name] = int(np.clip(round(burst_seconds / once), 3, max_calls))
+        once = _burst(function, 1)
+        if once < burst_seconds:  # a call that takes longer warms up in one
+            _burst(function, 3)
+            once = _burst(function, 5)
+        calls[name] = int(np.clip(round(burst_seconds / once), min_calls, max_calls))
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(bursts):
         for name, function in functions.items():

@@ -44,12 +44,11 @@ def chunk_length(layout: str, local_length: int, what: str) -> int:
     return local_length // chunks
 
 
-def _order(layout: str, devices: int, length: int) -> np.ndarray:
+def _check_length(layout: str, devices: int, length: int) -> None:
     check(layout)
     chunks = devices * chunks_per_device(layout)
     if length % chunks:
         raise ValueError(f"length: got {length}, layout {layout!r} over {devices} devices needs a multiple of {chunks}")
-    return np.arange(length).reshape(chunks, -1)[chunk_indices(layout, devices).reshape(-1)].reshape(-1)
 
 
 def to_layout(x: jax.Array, devices: int, *, layout: str = "zigzag", axis: int = 1) -> jax.Array:
@@ -64,18 +63,42 @@ def to_layout(x: jax.Array, devices: int, *, layout: str = "zigzag", axis: int =
     Raises:
       ValueError: unknown layout, or a length that does not divide.
     """
-    order = _order(layout, devices, x.shape[axis])
-    return x if layout == "contiguous" else jnp.take(x, order, axis)
+    axis = _axis(x, axis)
+    _check_length(layout, devices, x.shape[axis])
+    if layout == "contiguous":
+        return x
+    # Chunks 0 .. P-1 beside chunks 2P-1 .. P. Reversal and concatenation rather than a gather: the transpose of a
+    # gather is a scatter-add, which XLA runs with atomics.
+    first, second = jnp.split(_split(x, axis, 2, devices), 2, axis)
+    both = jnp.concatenate([first, jnp.flip(second, axis + 1)], axis)
+    return jnp.swapaxes(both, axis, axis + 1).reshape(x.shape)
 
 
 def from_layout(x: jax.Array, devices: int, *, layout: str = "zigzag", axis: int = 1) -> jax.Array:
     """Inverse of :func:`to_layout`."""
-    order = _order(layout, devices, x.shape[axis])
-    return x if layout == "contiguous" else jnp.take(x, np.argsort(order), axis)
+    axis = _axis(x, axis)
+    _check_length(layout, devices, x.shape[axis])
+    if layout == "contiguous":
+        return x
+    first, second = jnp.split(jnp.swapaxes(_split(x, axis, devices, 2), axis, axis + 1), 2, axis)
+    return jnp.concatenate([first, jnp.flip(second, axis + 1)], axis).reshape(x.shape)
+
+
+def _axis(x: jax.Array, axis: int) -> int:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: got {axis} for an array of shape {x.shape}")
+    return axis % x.ndim
+
+
+def _split(x: jax.Array, axis: int, outer: int, inner: int) -> jax.Array:
+    """``axis`` as three: outer, inner and the tokens of a chunk."""
+    return x.reshape(*x.shape[:axis], outer, inner, x.shape[axis] // (outer * inner), *x.shape[axis + 1 :])
 
 
 def positions(layout: str, devices: int, length: int) -> np.ndarray:
     """int (length,): position in the sequence of each token of an array in ``layout``'s order (for rotary
     embeddings).
     """
-    return _order(layout, devices, length)
+    _check_length(layout, devices, length)
+    chunks = devices * chunks_per_device(layout)
+    return np.arange(length).reshape(chunks, -1)[chunk_indices(layout, devices).reshape(-1)].reshape(-1)

@@ -67,8 +67,8 @@ if wanted two && [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   say "two GPUs"
   tests 120 two -n 4 tests/gpu/test_two_gpus.py tests/gpu/test_processes.py -k two
-  timeout 100 python3 benchmarks/parallel.py --trace --out "$out/parallel.md"
-  timeout 100 python3 benchmarks/parallel.py --backward --strategies ring all_gather ulysses --lengths 65536 131072 \
-    --out "$out/parallel.md"
+  timeout 200 python3 benchmarks/parallel.py --repeat 20 --trace "$out/profiles" --csv "$out/parallel.csv" \
+    --out "$out/parallel.md" >"$out/parallel.txt" 2>&1
+  cat "$out/parallel.txt"
 fi
 say "done"

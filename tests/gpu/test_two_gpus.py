@@ -25,12 +25,15 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two device
 )
 def test_strategies(strategy: str, mask: str, layout: str) -> None:
     call, _ = sharded_results(strategy, mask, layout, 2, implementation="fa4", dtype="bfloat16")
-    got, want = call(), expected(mask)
+    got = call()
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = expected(mask)
     for name, x, y in zip(NAMES, got, want, strict=False):
-        difference = np.abs(np.asarray(x, np.float64) - y)
-        norm = np.linalg.norm(np.where(np.isfinite(y), y, 0)) / np.sqrt(y.size)
-        error = np.sqrt(np.nanmean(np.where(np.isfinite(y), difference, 0) ** 2))
-        assert error <= 0.02 * norm + 1e-3, f"{name}: {error:.2e} of {norm:.2e}"
-    again = call()
-    for x, y in zip(got, again, strict=True):
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        x, finite = np.asarray(x, np.float64), np.isfinite(y)
+        np.testing.assert_array_equal(np.isfinite(x), finite, err_msg=name)
+        error = np.sqrt(np.mean((x[finite] - y[finite]) ** 2))
+        norm = np.sqrt(np.mean(y[finite] ** 2))
+        assert error <= 0.01 * norm + 5e-4, f"{name}: {error:.2e} of {norm:.2e}"
+    for _ in range(5):
+        for x, y in zip(got, call(), strict=True):
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
