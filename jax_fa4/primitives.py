@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -119,6 +120,11 @@ class ForwardOperation:
         return _on_host(self, *operands)
 
 
+def _missing(specs: Sequence[KernelSpec]) -> str | None:
+    """Why not all of the compiled kernels can be had, or None."""
+    return next((reason for spec in specs if (reason := default_store().missing_reason(spec)) is not None), None)
+
+
 @dataclass(frozen=True)
 class BackwardOperation:
     """Backward: operands query, key, value, out, lse, d_out, d_lse (float32, like lse) and, if varlen, batch_info.
@@ -142,16 +148,21 @@ class BackwardOperation:
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:3])
 
     def specs(self, operands: Sequence[Any], arch: str) -> tuple[KernelSpec, ...]:
-        """Kernels of the call, all of them needed; raises UnsupportedSpecError where there are none for it."""
+        """Kernels of the call, all of them needed; raises UnsupportedSpecError where there are none for it.
+
+        Where any order of additions will do, kernels that keep to one serve too: those are part of every release.
+        """
         call = self.attention
-        return backward_specs(
-            arch, call.problem(operands), mask=call.mask, varlen=call.varlen, deterministic=self.deterministic
-        )
+        find = partial(backward_specs, arch, call.problem(operands), mask=call.mask, varlen=call.varlen)
+        if not self.deterministic:
+            unordered = find(deterministic=False)
+            if _missing(unordered) is None:
+                return unordered
+        return find(deterministic=True)
 
     def missing_reason(self, operands: Sequence[Any], arch: str) -> str | None:
         """Why not all compiled kernels can be had, or None."""
-        missing = (default_store().missing_reason(spec) for spec in self.specs(operands, arch))
-        return next((reason for reason in missing if reason is not None), None)
+        return _missing(self.specs(operands, arch))
 
     def plan(self, operands: Sequence[Any], target: Target) -> Planned:
         problem = self.attention.problem(operands)

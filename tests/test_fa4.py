@@ -18,6 +18,8 @@ from jax_fa4.implementations import base, fa4
 from jax_fa4.kernels import plans, store
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.select import forward_specs
+from jax_fa4.kernels.spec import standard_specs
+from jax_fa4.primitives import AttentionCall, BackwardOperation
 
 from . import oracle
 from .test_ffi_call import custom_call, custom_calls
@@ -305,6 +307,26 @@ def test_without_the_packed_kernel_the_plain_one_serves():
     store.set_default_store(Released())
     arrays = operands(length=1, heads=8, key_heads=1)
     close(jax_fa4.attention(*arrays, implementation=NAME), jax_fa4.attention(*arrays, implementation="xla"))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("released_only", [False, True])
+def test_any_order_never_needs_what_no_release_has(arch, dim, released_only):
+    released = {spec.name for spec in standard_specs([arch], ["backward_preprocess", "backward_main"])}
+
+    class Store(oracle.OracleStore):
+        def missing_reason(self, spec):
+            return "not shipped" if released_only and not spec.deterministic else None
+
+    store.set_default_store(Store())
+    call = AttentionCall(scale=0.5, mask="none")
+    structs = [jax.ShapeDtypeStruct((1, 8, 2, dim), jnp.bfloat16)] * 3
+    specs = BackwardOperation(call, deterministic=False).specs(structs, arch)
+    unordered = [not spec.deterministic for spec in specs]
+    assert any(unordered) == (arch == "sm_100f" and dim == 64 and not released_only)
+    assert any(unordered) or specs[0].name in released
+    assert BackwardOperation(call, deterministic=False).missing_reason(structs, arch) is None
 
 
 def test_backward_export_carries_all_kernels_and_scratch():
