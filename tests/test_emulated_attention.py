@@ -1,9 +1,6 @@
 """attention() on the CPU through the kernels themselves: their PTX in the emulator, under JAX's transformations."""
 
 import functools
-import os
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fa4
 from jax_fa4.implementations import base, fa4
-from jax_fa4.kernels import compile as compiler
 from jax_fa4.kernels import store
+from tests.compiled import own_store, require_kernels
 from tests.emulator.launch import executor
 
-pytestmark = pytest.mark.skipif(compiler.dsl_version() is None, reason="needs the kernels' compiler")
+require_kernels()
 
 NAME = "emulated"
 
@@ -32,8 +29,7 @@ def emulate(plan, artefacts, buffers):
 @pytest.fixture(autouse=True, params=["sm_90a", "sm_100f"])
 def emulated(request):
     previous = store.default_store()
-    folder = Path(tempfile.gettempdir()) / f"jax_fa4_test_artefacts_{os.getuid()}"
-    store.set_default_store(store.ArtefactStore(cache=folder))
+    store.set_default_store(own_store())
     base.register(fa4.emulated(emulate, request.param, NAME))
     yield
     base.unregister(NAME)

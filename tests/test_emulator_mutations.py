@@ -3,13 +3,14 @@ orders the same accesses); per kind of fault the least share that must be found 
 
 import pytest
 
+from tests.compiled import require_kernels
 from tests.emulator.attention import artefact, assert_right, run_forward
 from tests.emulator.cases import SM90_FAULTS as CASE
 from tests.emulator.errors import EmulatorError
 from tests.emulator.launch import Options
 from tests.emulator.mutants import RULES, faults, sample, shifted_mask
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 SHARE = {
     "wait skipped": 0.6,  # of two waits in a row the second may imply the first

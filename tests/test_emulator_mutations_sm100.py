@@ -5,6 +5,7 @@ The default run plants a few faults of each kind, spread over the kernel; ``--lo
 
 import pytest
 
+from tests.compiled import require_kernels
 from tests.emulator import attention_backward as backward
 from tests.emulator.attention import artefact, assert_right, run_forward
 from tests.emulator.cases import SM100_BACKWARD_FAULTS as BACKWARD
@@ -13,7 +14,7 @@ from tests.emulator.errors import EmulatorError
 from tests.emulator.launch import Options
 from tests.emulator.mutants import RULES, faults, sample
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 SHARE = {
     "wait skipped": 0.6,  # of two waits in a row the second may imply the first

@@ -3,12 +3,13 @@
 import pytest
 
 from jax_fa4.kernels.spec import splits_backward
+from tests.compiled import require_kernels
 from tests.emulator.attention import ForwardCase
 from tests.emulator.attention_backward import assert_right, inputs, run_backward
 from tests.emulator.cases import SM90_BACKWARD_CLEAN
 from tests.emulator.launch import Options
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 LENGTHS = ((100, 130, 0), (60, 1, 3), (0, 0, 0))
 CASES = [

@@ -2,11 +2,12 @@
 
 import pytest
 
+from tests.compiled import require_kernels
 from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
 from tests.emulator.cases import SM90_CASES, SM90_CLEAN
 from tests.emulator.launch import Options
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 SEEDS = (0, 1, 2, 3)
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from tests.cases import Case, sample_cases
+from tests.compiled import require_kernels
 from tests.emulated import mask_kind
 from tests.emulator.attention import ForwardCase
 from tests.emulator.attention_backward import assert_right, inputs, run_backward
 from tests.emulator.launch import Options
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 ARCH = "sm_100f"
 SHORT = ((1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (108, 256), (300, 128), (0, 5), (5, 0))

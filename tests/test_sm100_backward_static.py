@@ -12,12 +12,13 @@ from jax_fa4.kernels.sm100.backward_split import maps
 from jax_fa4.kernels.sm100.backward_split.config import SplitConfig
 from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, standard_specs
 from tests import sass
+from tests.compiled import require_kernels
 from tests.emulator.attention import ForwardCase, artefact
 from tests.emulator.attention_backward import inputs, run_backward
 from tests.emulator.launch import Options
 from tests.emulator.roofline import B200, cycles
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 ARCH = "sm_100f"
 HEAD_DIMS = (64, 128)

@@ -8,10 +8,11 @@ import pytest
 
 from jax_fa4.kernels.spec import sm100_pair_tile
 from tests.cases import Case, sample_cases
+from tests.compiled import require_kernels
 from tests.emulated import check, prepare, ramped
 from tests.emulator.launch import Options
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 ARCH = "sm_100f"
 SHORT = ((1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (108, 256), (300, 128), (0, 5), (5, 0))

@@ -11,11 +11,12 @@ from jax_fa4.kernels.spec import KernelSpec, sm100_pair_tile, standard_specs
 from jax_fa4.kernels.store import default_store
 from tests import sass
 from tests.cases import Case
+from tests.compiled import require_kernels
 from tests.emulated import prepare
 from tests.emulator.launch import Options
 from tests.emulator.roofline import B200, cycles
 
-pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernels")
+require_kernels()
 
 ARCH = "sm_100f"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +13,7 @@ from jax_fa4.kernels.plans import forward_plan
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
 from jax_fa4.kernels.spec import KernelSpec, Tile
 from jax_fa4.kernels.store import ArtefactStore
+from tests.compiled import own_store
 
 from .launch import Options, Report, executor
 
@@ -24,10 +22,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 @functools.cache
 def store() -> ArtefactStore:
-    """Kernels that the tests compile, kept in the temporary folder under their sources' hash."""
-    folder = Path(tempfile.gettempdir()) / f"jax_fa4_test_artefacts_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return ArtefactStore(cache=folder)
+    return own_store()
 
 
 @functools.cache
