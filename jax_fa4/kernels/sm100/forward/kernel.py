@@ -11,6 +11,8 @@ See ``edges`` for every hand-over, ``tmem`` and ``shared`` for where things are,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, GridConstant, Int32, Int64
@@ -36,6 +38,28 @@ CORRECTION_BARRIER = 1
 """Hardware barrier of the correction warpgroup (0 is the whole CTA's)."""
 
 
+class Values(NamedTuple):
+    """The run-time values after the tensor maps, in the order of ``plan.parameters``."""
+
+    output: Int64
+    lse: Int64
+    batch_info: Int64 | None
+    group: Int32
+    box_tokens: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    query_offset: Int32
+    left: Int32
+    right: Int32
+    tiles_m: Int32
+    heads: Int32
+    batch_heads: Int32
+    section: Int32
+    total: Int32
+    head_dim_v: Int32
+    scale_log2: Float32
+
+
 class ForwardKernel:
     """One compiled configuration. Parameters, in order: see ``plan.parameters``."""
 
@@ -45,54 +69,15 @@ class ForwardKernel:
         self.element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[self.config.dtype]
 
     @cute.jit
-    def host(
-        self,
-        pointer: Int64,
-        output: Int64,
-        lse: Int64,
-        batch_info: Int64 | None,
-        group: Int32,
-        box_tokens: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        query_offset: Int32,
-        left: Int32,
-        right: Int32,
-        tiles_m: Int32,
-        heads: Int32,
-        batch_heads: Int32,
-        section: Int32,
-        total: Int32,
-        head_dim_v: Int32,
-        scale_log2: Float32,
-    ):
+    def host(self, pointer: Int64, values: Values):
         """Launches the kernel. Only compiled: the launch plan takes this function's place at run time."""
         # The encoding happens at launch; here a tensor map is only a parameter of 128 bytes.
         swizzle = TensorMapSwizzle.s128b
         maps = [
-            create_tensor_map_tiled(pointer, self.element, [seqlen_q], [], [BOX_COLUMNS], swizzle=swizzle)
+            create_tensor_map_tiled(pointer, self.element, [values.seqlen_q], [], [BOX_COLUMNS], swizzle=swizzle)
             for _ in range(4)
         ]
-        self.kernel(
-            *maps,
-            output,
-            lse,
-            batch_info,
-            group,
-            box_tokens,
-            seqlen_q,
-            seqlen_k,
-            query_offset,
-            left,
-            right,
-            tiles_m,
-            heads,
-            batch_heads,
-            section,
-            total,
-            head_dim_v,
-            scale_log2,
-        ).launch(
+        self.kernel(*maps, values).launch(
             grid=[self.config.ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[2, 1, 1] if self.config.ctas == 2 else None,
@@ -107,23 +92,7 @@ class ForwardKernel:
         map_k: GridConstant[TensorMap],
         map_v: GridConstant[TensorMap],
         map_o: GridConstant[TensorMap],
-        output: Int64,
-        lse: Int64,
-        batch_info: Int64 | None,
-        group: Int32,
-        box_tokens: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        query_offset: Int32,
-        left: Int32,
-        right: Int32,
-        tiles_m: Int32,
-        heads: Int32,
-        batch_heads: Int32,
-        section: Int32,
-        total: Int32,
-        head_dim_v: Int32,
-        scale_log2: Float32,
+        values: Values,
     ):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -151,25 +120,25 @@ class ForwardKernel:
             base=base,
             rank=rank,
             edges=edges,
-            scheduler=Scheduler(config, edges, base + self.shared.responses, total),
+            scheduler=Scheduler(config, edges, base + self.shared.responses, values.total),
             maps=maps,
             problem=Problem(
                 config=config,
-                order=TileOrder(tiles_m, heads, batch_heads, section, total),
-                group=group,
-                box_tokens=box_tokens,
-                seqlen_q=seqlen_q,
-                seqlen_k=seqlen_k,
-                query_offset=query_offset,
-                left=left,
-                right=right,
-                batch_info=batch_info,
+                order=TileOrder(values.tiles_m, values.heads, values.batch_heads, values.section, values.total),
+                group=values.group,
+                box_tokens=values.box_tokens,
+                seqlen_q=values.seqlen_q,
+                seqlen_k=values.seqlen_k,
+                query_offset=values.query_offset,
+                left=values.left,
+                right=values.right,
+                batch_info=values.batch_info,
                 rank=rank,
             ),
-            scale_log2=scale_log2,
-            output=output,
-            lse=lse,
-            head_dim_v=head_dim_v,
+            scale_log2=values.scale_log2,
+            output=values.output,
+            lse=values.lse,
+            head_dim_v=values.head_dim_v,
         )
         self.dispatch(context, warp)
         if cutlass.const_expr(config.ctas == 2):
@@ -228,6 +197,6 @@ class ForwardKernel:
 
 def build(spec: KernelSpec) -> tuple:
     """(host function, arguments to compile it for): what ``kernels.compile`` asks of a builder."""
-    pointers = [Int64(0)] * 3 + [Int64(0) if spec.varlen else None]
-    arguments = [*pointers, *[Int32(1)] * 13, Float32(1.0)]
-    return ForwardKernel(spec).host, arguments
+    batch_info = Int64(0) if spec.varlen else None
+    values = Values(Int64(0), Int64(0), batch_info, *[Int32(1)] * 13, Float32(1.0))
+    return ForwardKernel(spec).host, (Int64(0), values)
