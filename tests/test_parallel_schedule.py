@@ -9,6 +9,7 @@ import pytest
 
 from jax_fa4.parallel import layout
 from jax_fa4.parallel.schedule import Reach, needed_pieces, plan
+from jax_fa4.parallel.tasks import Chunks, Task, plan_stop
 
 WINDOWS = [(None, None), (None, 0), (0, 0), (5, 0), (17, 0), (3, 40), (40, 3), (None, -20), (-9, 30), (100, 100)]
 
@@ -62,6 +63,61 @@ def test_every_needed_piece_arrives_and_nothing_else_moves(kind: str, devices: i
                     onward = [needed[(r + direction * k) % devices, s] for k in range(len(history) - step)]
                     assert any(onward), "a transfer that nobody needs"
     assert not (needed & ~visited).any()
+
+
+@pytest.mark.parametrize("kind", layout.LAYOUTS)
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("query_chunk", [6, 9])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_tasks_cover_each_visible_pair_once(kind: str, devices: int, query_chunk: int, window: tuple) -> None:
+    reach, chunks = Reach(*window), Chunks(kind, devices, query_chunk, 6)
+    table = layout.chunk_indices(kind, devices)
+    for offset in range(devices):
+        stop = plan_stop(reach, chunks, offset)
+        for rank in range(devices):
+
+            def positions(length: int, chunk: int, row: np.ndarray) -> np.ndarray:
+                return (row[:, None] * length + np.arange(chunk)).reshape(-1)
+
+            rows = positions(query_chunk, query_chunk, table[rank])
+            columns = positions(6, 6, table[(rank - offset) % devices])
+            distance = columns[None] - rows[:, None]
+            visible = np.ones_like(distance, bool)
+            if reach.right is not None:
+                visible &= distance <= reach.right
+            if reach.left is not None:
+                visible &= distance >= -reach.left
+            count = np.zeros_like(distance)
+            for task in stop.programs[stop.choice[rank]]:
+                (a, a_end), (b, b_end) = task.queries, task.keys
+                block = np.s_[a * query_chunk : a_end * query_chunk, b * 6 : b_end * 6]
+                count[block] += 1
+                assert visible[block].any(), "a call that sees nothing"
+                if task.mask == "none":
+                    assert visible[block].all()
+                elif task.mask == "aligned":  # local indices stand for positions: the mask is the same
+                    i, j = np.indices(visible[block].shape)
+                    local = np.ones_like(visible[block])
+                    if reach.right is not None:
+                        local &= j - i <= reach.right
+                    if reach.left is not None:
+                        local &= j - i >= -reach.left
+                    np.testing.assert_array_equal(local, visible[block])
+                else:
+                    assert (a_end - a, b_end - b) == (1, 1)
+            assert (count[visible] == 1).all() and count.max(initial=0) <= 1
+
+
+def test_causal_zigzag_makes_one_call_at_each_stop() -> None:
+    home, away = (plan_stop(Reach(None, 0), Chunks("zigzag", 4, 8, 8), offset) for offset in (0, 1))
+    assert home.programs == ((Task((0, 2), (0, 2), "aligned"),),)
+    assert away.choice == (0, 1, 1, 1)  # rank 0 holds the last rank's piece, the others an earlier one
+    assert away.programs == ((Task((1, 2), (0, 2), "none"),), (Task((0, 2), (0, 1), "none"),))
+
+
+def test_nothing_is_left_out_where_the_mask_is_not_known() -> None:
+    (program,) = plan_stop(None, Chunks("zigzag", 4, 8, 8), 1).programs
+    assert len(program) == 4 and {task.mask for task in program} == {"placed"}
 
 
 def test_causal_contiguous_ring_sends_nothing_backwards() -> None:

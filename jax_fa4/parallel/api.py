@@ -20,6 +20,7 @@ from jax_fa4.parallel import layout as layouts
 from jax_fa4.parallel.block import Engine, Placement
 from jax_fa4.parallel.gather import all_gather_core
 from jax_fa4.parallel.ring import make_ring, ring_core
+from jax_fa4.parallel.tasks import Task
 from jax_fa4.parallel.ulysses import ulysses_core
 from jax_fa4.varying import vary, varying_axes
 from jax_fa4.vjp import attend
@@ -160,7 +161,8 @@ def ring_attention(
     call = _prepare(query, key, value, axis_name, layout, implementation, options)
     # Sinks join once, after all keys: a partial result must not contain them.
     operands = call.operands._replace(sinks=None)
-    served = call.decide(call.config, call.placement.pair(operands, 0, 0, 0))
+    first = Task((0, 1), (0, 1), "placed")  # what serves the most general task serves the others
+    served = call.decide(*call.placement.part(call.config, operands, 0, first))
     ring = make_ring(call.config, _engine(served), call.placement, static_offset=operands.query_offset is None)
     out, lse = ring_core(ring, operands)
     if call.operands.sinks is not None:

@@ -1,10 +1,11 @@
-"""One chunk of queries against one chunk of keys: where the chunks lie in the sequence, and who computes them."""
+"""One call of attention between chunks: where the chunks lie in the sequence, and who computes it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,11 +13,12 @@ from jax import Array, lax
 from jax_fa4.config import AttentionConfig, Gradients, Operands
 from jax_fa4.parallel import layout as layouts
 from jax_fa4.parallel.schedule import Reach
+from jax_fa4.parallel.tasks import Chunks, Task
 from jax_fa4.varying import vary, varying_axes
 
 
 class Engine(NamedTuple):
-    """An implementation's two directions, as functions of one chunk pair.
+    """An implementation's two directions, as functions of one task's operands.
 
     ``forward(config, operands) -> (out, lse)``; ``backward(config, operands, out, lse, d_out, d_lse) -> Gradients``,
     where out and lse may be those of a larger set of keys, of which this call has a part.
@@ -26,9 +28,10 @@ class Engine(NamedTuple):
     backward: Callable[..., Gradients]
 
 
-def slice_tokens(x: Array, length: int, index: int, axis: int = 1) -> Array:
-    """Chunk ``index`` of ``length`` tokens along ``axis``."""
-    return lax.slice_in_dim(x, index * length, (index + 1) * length, axis=axis)
+def slice_chunks(x: Array, length: int, chunks: tuple[int, int], axis: int = 1) -> Array:
+    """Chunks (first, end) of ``length`` tokens each along ``axis``."""
+    first, end = chunks
+    return lax.slice_in_dim(x, first * length, end * length, axis=axis)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class Placement:
     key_chunk: int
     query_offset: int = 0
 
+    @property
+    def chunks(self) -> Chunks:
+        """How the sequence is cut."""
+        return Chunks(self.layout, self.devices, self.query_chunk, self.key_chunk)
+
     def reach(self, config: AttentionConfig) -> Reach:
         """The affine mask's bounds on key position minus query position, the static offset counted in."""
         left, right, offset = config.window_left, config.window_right, self.query_offset
@@ -66,35 +74,60 @@ class Placement:
         return self._position(0, chunk, self.query_chunk)
 
     @staticmethod
-    def remaining(total: Array | None, start: Array, length: int) -> Array | None:
+    def remaining(total: Array, start: Array, length: int) -> Array:
         """Of ``total`` valid tokens (B,), how many lie in the chunk of ``length`` tokens that begins at ``start``."""
-        return None if total is None else jnp.clip(total - start, 0, length)
+        return jnp.clip(total - start, 0, length)
 
     def offsets(self, operands: Operands, difference: Array) -> Array:
         """int32 (B,): query offset of a chunk whose first token is ``difference`` after the keys' first token."""
         own = self.query_offset if operands.query_offset is None else operands.query_offset
         return jnp.broadcast_to(difference + own, operands.query.shape[:1]).astype(jnp.int32)
 
-    def position_difference(self, operands: Operands, offset: int, a: int, b: int) -> Array:
-        """int32 (B,): query position minus key position of the first tokens of a chunk pair."""
-        return self.offsets(operands, self.query_position(a) - self._position(offset, b, self.key_chunk))
+    def position_difference(self, operands: Operands, offset: int, task: Task) -> Array:
+        """int32 (B,): query position minus key position of the first tokens of a task."""
+        key = self._position(offset, task.keys[0], self.key_chunk)
+        return self.offsets(operands, self.query_position(task.queries[0]) - key)
 
-    def pair(self, operands: Operands, offset: int, a: int, b: int) -> Operands:
-        """Operands of one chunk pair: token slices, lengths and query offset relative to the chunks' first tokens."""
-        q_start, k_start = self.query_position(a), self._position(offset, b, self.key_chunk)
+    def part(
+        self, config: AttentionConfig, operands: Operands, offset: int, task: Task
+    ) -> tuple[AttentionConfig, Operands]:
+        """A task's call: token slices, lengths and query offset relative to the first tokens.
 
-        def ids(x: Array | None, length: int, index: int) -> Array | None:
-            return None if x is None else slice_tokens(x, length, index)
+        Args:
+          config: of the whole call, with query_offset 0.
+          operands: of this device, key and value being the piece that is here after moves by ``offset``.
+          offset, task: the stop and one of its tasks.
+        """
+        query_offset = None
+        if task.mask == "none":
+            config = dataclasses.replace(config, window_left=None, window_right=None)
+        elif task.mask == "aligned":
+            config = dataclasses.replace(config, query_offset=self.query_offset)
+        else:
+            query_offset = self.position_difference(operands, offset, task)
 
-        return operands._replace(
-            query=slice_tokens(operands.query, self.query_chunk, a),
-            key=slice_tokens(operands.key, self.key_chunk, b),
-            value=slice_tokens(operands.value, self.key_chunk, b),
-            query_segment_ids=ids(operands.query_segment_ids, self.query_chunk, a),
-            key_value_segment_ids=ids(operands.key_value_segment_ids, self.key_chunk, b),
-            query_lengths=self.remaining(operands.query_lengths, q_start, self.query_chunk),
-            key_value_lengths=self.remaining(operands.key_value_lengths, k_start, self.key_chunk),
-            query_offset=self.offsets(operands, q_start - k_start),
+        def rows(x: Any) -> Any:
+            return None if x is None else slice_chunks(x, self.query_chunk, task.queries)
+
+        def columns(x: Any) -> Any:
+            return None if x is None else slice_chunks(x, self.key_chunk, task.keys)
+
+        def lengths(total: Array | None, chunk: int, shift: int, chunks: tuple[int, int]) -> Array | None:
+            # Chunks lie in the order of the sequence: what is valid of them together is a prefix.
+            if total is None:
+                return None
+            starts = [self._position(shift, i, chunk) for i in range(*chunks)]
+            return sum((self.remaining(total, start, chunk) for start in starts), jnp.zeros_like(total))
+
+        return config, operands._replace(
+            query=rows(operands.query),
+            key=columns(operands.key),
+            value=columns(operands.value),
+            query_segment_ids=rows(operands.query_segment_ids),
+            key_value_segment_ids=columns(operands.key_value_segment_ids),
+            query_lengths=lengths(operands.query_lengths, self.query_chunk, 0, task.queries),
+            key_value_lengths=lengths(operands.key_value_lengths, self.key_chunk, offset, task.keys),
+            query_offset=query_offset,
         )
 
     def vary(self, operands: Operands, *arrays: Array) -> list[Array]:

@@ -7,12 +7,14 @@ report).
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_fa4.config import AttentionConfig, Operands
 from jax_fa4.parallel import layout as layouts
-from jax_fa4.parallel.block import Placement, slice_tokens
+from jax_fa4.parallel.block import Placement, slice_chunks
 
 
 def gather_sequence(x: Array, placement: Placement) -> Array:
@@ -32,13 +34,14 @@ def all_gather_core(call, config: AttentionConfig, operands: Operands, placement
     outs, lses = [], []
     for chunk in range(layouts.chunks_per_device(placement.layout)):
         start = placement.query_position(chunk)
-        ids = operands.query_segment_ids
+        rows = functools.partial(slice_chunks, length=placement.query_chunk, chunks=(chunk, chunk + 1))
+        ids, lengths = operands.query_segment_ids, operands.query_lengths
         out, lse = call(
             config,
             whole._replace(
-                query=slice_tokens(operands.query, placement.query_chunk, chunk),
-                query_segment_ids=None if ids is None else slice_tokens(ids, placement.query_chunk, chunk),
-                query_lengths=placement.remaining(operands.query_lengths, start, placement.query_chunk),
+                query=rows(operands.query),
+                query_segment_ids=None if ids is None else rows(ids),
+                query_lengths=None if lengths is None else placement.remaining(lengths, start, placement.query_chunk),
                 query_offset=placement.offsets(operands, start),
             ),
         )

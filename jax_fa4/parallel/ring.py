@@ -17,7 +17,8 @@ The transfer of step i has no dependency on the attention of step i, so that XLA
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,9 @@ from jax import Array, lax
 
 from jax_fa4.config import AttentionConfig, Gradients, Operands
 from jax_fa4.parallel import layout as layouts
-from jax_fa4.parallel.block import Engine, Placement, slice_tokens
+from jax_fa4.parallel.block import Engine, Placement, slice_chunks
 from jax_fa4.parallel.schedule import UNBOUNDED, Move, Schedule, needed_pieces, plan
+from jax_fa4.parallel.tasks import Program, Stop, Task, plan_stop
 
 
 class Piece(NamedTuple):
@@ -45,35 +47,24 @@ class Ring(NamedTuple):
     engine: Engine
     placement: Placement
     schedule: Schedule
-    pairs: tuple[tuple[int, tuple[tuple[int, int, bool], ...]], ...]
-    """(offset, pairs): chunk pairs that some device needs at that offset; True where every device does."""
+    stops: tuple[Stop, ...]
+    known: bool
+    """Whether the schedule and the stops were made knowing the mask; else each task asks whether it sees anything."""
+
+    def stop(self, offset: int) -> Stop:
+        """The stop after moves by ``offset``."""
+        return next(stop for stop in self.stops if stop.offset == offset)
 
 
 def make_ring(config: AttentionConfig, engine: Engine, placement: Placement, *, static_offset: bool) -> Ring:
-    """Works out who needs what. With a traced query offset the affine mask excludes nothing in advance."""
-    reach = placement.reach(config) if static_offset else UNBOUNDED
-    devices = placement.devices
-    needed = needed_pieces(reach, placement.layout, devices, placement.query_chunk, placement.key_chunk)
+    """Works out who needs what. With a traced query offset an affine mask excludes nothing in advance."""
+    known = static_offset or config.mask_kind == "none"
+    reach = placement.reach(config) if known else UNBOUNDED
+    needed = needed_pieces(reach, placement.layout, placement.devices, placement.query_chunk, placement.key_chunk)
     schedule = plan(needed)
-    chunks = layouts.chunk_indices(placement.layout, devices)
-    pairs = []
-    for offset in (0, *(m.offset for m in schedule.up), *(m.offset for m in schedule.down)):
-        found = []
-        for a in range(chunks.shape[1]):
-            for b in range(chunks.shape[1]):
-                seen = [
-                    reach.allows(
-                        int(chunks[r, a]) * placement.query_chunk,
-                        int(chunks[(r - offset) % devices, b]) * placement.key_chunk,
-                        placement.query_chunk,
-                        placement.key_chunk,
-                    )
-                    for r in range(devices)
-                ]
-                if any(seen):
-                    found.append((a, b, all(seen)))
-        pairs.append((offset, tuple(found)))
-    return Ring(config, engine, placement, schedule, tuple(pairs))
+    offsets = (0, *(m.offset for m in schedule.up), *(m.offset for m in schedule.down))
+    stops = tuple(plan_stop(reach if known else None, placement.chunks, offset) for offset in offsets)
+    return Ring(config, engine, placement, schedule, stops, known)
 
 
 def _send(tree, move: Move, axis_name):
@@ -81,8 +72,13 @@ def _send(tree, move: Move, axis_name):
     return jax.tree.map(lambda x: lax.ppermute(x, axis_name, move.edges), tree)
 
 
+def _sum_dtype(operands: Operands) -> Any:
+    """Partial results and gradients add in float32, those of float64 operands in float64."""
+    return jnp.promote_types(operands.query.dtype, jnp.float32)
+
+
 def _merge(out: Array, lse: Array, new_out: Array, new_lse: Array) -> tuple[Array, Array]:
-    """Softmax-weighted mean of two partial results; out (B, T, N, Hv) float32, lse (B, N, T)."""
+    """Softmax-weighted mean of two partial results; out (B, T, N, Hv) and lse (B, N, T) of :func:`_sum_dtype`."""
     peak = jnp.maximum(lse, new_lse)
     peak = jnp.where(jnp.isneginf(peak), 0, peak)
     weight, new_weight = jnp.exp(lse - peak), jnp.exp(new_lse - peak)
@@ -92,7 +88,7 @@ def _merge(out: Array, lse: Array, new_out: Array, new_lse: Array) -> tuple[Arra
     def spread(w: Array) -> Array:
         return (w / safe).swapaxes(1, 2)[..., None]
 
-    merged = out * spread(weight) + new_out.astype(jnp.float32) * spread(new_weight)
+    merged = out * spread(weight) + new_out.astype(out.dtype) * spread(new_weight)
     return merged, jnp.where(total == 0, -jnp.inf, jnp.log(safe) + peak)
 
 
@@ -109,10 +105,10 @@ def _travel(ring: Ring, operands: Operands, visit):
             piece = following
 
 
-def _visible(ring: Ring, operands: Operands, offset: int, a: int, b: int) -> Array:
-    """Whether this device's query chunk ``a`` sees chunk ``b`` of the piece it holds after moves by ``offset``."""
+def _visible(ring: Ring, operands: Operands, offset: int, task: Task) -> Array:
+    """Whether a task of one chunk pair has anything to see; for a mask that was not known in advance."""
     place = ring.placement
-    distance = place.position_difference(operands, offset, a, b)
+    distance = place.position_difference(operands, offset, task)
     visible = jnp.ones((), bool)
     if ring.config.window_right is not None:
         visible &= jnp.max(distance) + place.query_chunk - 1 + ring.config.window_right >= 0
@@ -121,39 +117,73 @@ def _visible(ring: Ring, operands: Operands, offset: int, a: int, b: int) -> Arr
     return visible
 
 
+def _run_stop(ring: Ring, offset: int, run: Callable[[Program, Any], Any], state: Any) -> Any:
+    """``run(program, state)`` with this device's program. One branch for each different program, no collectives in
+    them."""
+    stop = ring.stop(offset)
+    if len(stop.programs) == 1:
+        return run(stop.programs[0], state)
+    choice = jnp.asarray(stop.choice, jnp.int32)[lax.axis_index(ring.placement.axis_name)]
+    branches = [functools.partial(run, program) for program in stop.programs]
+    return lax.switch(choice, branches, state)
+
+
+def _update(whole: Array, part: Array, start: int, axis: int) -> Array:
+    """``whole`` with ``part`` in it."""
+    if part.shape == whole.shape:
+        return part
+    return lax.dynamic_update_slice_in_dim(whole, part, start, axis)
+
+
 def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array]:
     place, engine = ring.placement, ring.engine
-    pairs = dict(ring.pairs)
-    chunks = layouts.chunks_per_device(place.layout)
-    batch, _, heads, _ = operands.query.shape
-    shape = (batch, place.query_chunk, heads, operands.value.shape[-1])
-    results = [
-        place.vary(operands, jnp.zeros(shape, jnp.float32), jnp.full((batch, heads, shape[1]), -jnp.inf))
-        for _ in range(chunks)
-    ]
+    batch, length, heads, _ = operands.query.shape
+    dtype = _sum_dtype(operands)
+    everything = (0, layouts.chunks_per_device(place.layout))
+
+    def empty() -> tuple[Array, Array]:
+        shape = (batch, length, heads, operands.value.shape[-1])
+        out, lse = jnp.zeros(shape, dtype), jnp.full((batch, heads, length), -jnp.inf, dtype)
+        return tuple(place.vary(operands, out, lse))  # type: ignore[return-value]
+
+    def run(offset: int, piece: Piece, program: Program, state: Any) -> Any:
+        for task in program:
+
+            def attend(task=task) -> tuple[Array, Array]:
+                return engine.forward(*_part(ring, operands, piece, offset, task))
+
+            def merge(state, task=task, attend=attend):
+                start, chunk = task.queries[0] * place.query_chunk, place.query_chunk
+                out, lse = state
+                rows = slice_chunks(out, chunk, task.queries), slice_chunks(lse, chunk, task.queries, axis=2)
+                new_out, new_lse = _merge(*rows, *attend())
+                return _update(out, new_out, start, 1), _update(lse, new_lse, start, 2)
+
+            if not ring.known:
+                seen = _visible(ring, operands, offset, task)
+                state = lax.cond(seen, merge, lambda state: state, empty() if state is None else state)
+            elif state is None and task.queries == everything:
+                out, lse = attend()
+                state = out.astype(dtype), lse
+            else:
+                state = merge(empty() if state is None else state)
+        return empty() if state is None else state
+
+    state: Any = None
 
     def visit(offset: int, piece: Piece) -> None:
-        for a, b, always in pairs[offset]:
-
-            def attend(out, lse, a=a, b=b, offset=offset, piece=piece):
-                return _merge(out, lse, *engine.forward(ring.config, _pair(ring, operands, piece, offset, a, b)))
-
-            if always:
-                results[a] = attend(*results[a])
-            else:
-                seen = _visible(ring, operands, offset, a, b)
-                results[a] = lax.cond(seen, attend, lambda out, lse: (out, lse), *results[a])
+        nonlocal state
+        state = _run_stop(ring, offset, functools.partial(run, offset, piece), state)
 
     _travel(ring, operands, visit)
-    out = jnp.concatenate([out for out, _ in results], 1)
-    return out.astype(operands.query.dtype), jnp.concatenate([lse for _, lse in results], 2)
+    out, lse = state
+    return out.astype(operands.query.dtype), lse
 
 
-def _pair(ring: Ring, operands: Operands, piece: Piece, offset: int, a: int, b: int) -> Operands:
-    """Operands of the attention of query chunk ``a`` to chunk ``b`` of a piece."""
-    place = ring.placement
+def _part(ring: Ring, operands: Operands, piece: Piece, offset: int, task: Task) -> tuple[AttentionConfig, Operands]:
+    """Config and operands of a task on a piece."""
     local = operands._replace(key=piece.key, value=piece.value, key_value_segment_ids=piece.segment_ids)
-    return place.pair(local, offset, a, b)
+    return ring.placement.part(ring.config, local, offset, task)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -168,61 +198,83 @@ def _ring_forward(ring: Ring, operands: Operands):
 
 
 class _Homeward(NamedTuple):
-    """Gradients of one piece, travelling with it: float32 (B, S_local, K, H) and (B, S_local, K, Hv)."""
+    """Gradients of one piece, travelling with it: (B, S_local, K, H) and (B, S_local, K, Hv) of :func:`_sum_dtype`."""
 
     key: Array
     value: Array
+
+
+class _Sums(NamedTuple):
+    """A device's gradients so far: of its queries, of the piece at hand and of the scale. None for zero."""
+
+    query: Any
+    key: Any
+    value: Any
+    scale: Any
 
 
 def _ring_backward(ring: Ring, residuals, cotangents):
     operands, out, lse = residuals
     d_out, d_lse = cotangents
     place, engine, axis = ring.placement, ring.engine, ring.placement.axis_name
-    pairs = dict(ring.pairs)
-    chunks = layouts.chunks_per_device(place.layout)
-
+    dtype = _sum_dtype(operands)
     wanted = frozenset({"query", "key", "value"} | ({"scale"} if operands.scale is not None else set()))
 
     def zeros(x: Array) -> Array:
-        return place.vary(operands, jnp.zeros(x.shape, jnp.float32))[0]
+        return place.vary(operands, jnp.zeros(x.shape, dtype))[0]
 
-    d_query = [zeros(slice_tokens(operands.query, place.query_chunk, a)) for a in range(chunks)]
-    d_scale = [None if operands.scale is None else zeros(operands.scale)]
-    total = {"home": _Homeward(zeros(operands.key), zeros(operands.value))}
-    carried: dict[int, _Homeward] = {}
+    def add(total: Array | None, like: Array, part: Array, chunk: int, chunks: tuple[int, int]) -> Array:
+        """``total`` (None for zero), shaped like ``like``, plus ``part`` at ``chunks``."""
+        part = part.astype(dtype)
+        if total is None and part.shape == like.shape:
+            return part
+        total = zeros(like) if total is None else total
+        return _update(total, slice_chunks(total, chunk, chunks) + part, chunks[0] * chunk, 1)
 
-    def contributions(offset: int, piece: Piece) -> _Homeward:
-        """Adds to this device's dQ, returns what it adds to the piece's dK and dV."""
-        d_key = [zeros(slice_tokens(piece.key, place.key_chunk, b)) for b in range(chunks)]
-        d_value = [zeros(slice_tokens(piece.value, place.key_chunk, b)) for b in range(chunks)]
-        for a, b, always in pairs[offset]:
-            rows = functools.partial(slice_tokens, length=place.query_chunk, index=a)
-            row_values = functools.partial(slice_tokens, length=place.query_chunk, index=a, axis=2)
+    def run(offset: int, piece: Piece, program: Program, sums: _Sums) -> _Sums:
+        for task in program:
+            rows = functools.partial(slice_chunks, length=place.query_chunk, chunks=task.queries)
+            row_values = functools.partial(rows, axis=2)
 
-            def add(sums, a=a, b=b, rows=rows, row_values=row_values):
-                pair = _pair(ring, operands, piece, offset, a, b)
+            def contribute(sums: _Sums, task=task, rows=rows, row_values=row_values) -> _Sums:
+                config, part = _part(ring, operands, piece, offset, task)
                 grads = engine.backward(
-                    ring.config, pair, rows(out), row_values(lse), rows(d_out), row_values(d_lse), wanted
+                    config, part, rows(out), row_values(lse), rows(d_out), row_values(d_lse), wanted
                 )
-                new = (grads.query, grads.key, grads.value, grads.scale)
-                return tuple(
-                    None if old is None else old + x.astype(jnp.float32) for old, x in zip(sums, new, strict=True)
+                return _Sums(
+                    add(sums.query, operands.query, grads.query, place.query_chunk, task.queries),
+                    add(sums.key, piece.key, grads.key, place.key_chunk, task.keys),
+                    add(sums.value, piece.value, grads.value, place.key_chunk, task.keys),
+                    None if sums.scale is None else sums.scale + grads.scale.astype(dtype),
                 )
 
-            sums = (d_query[a], d_key[b], d_value[b], d_scale[0])
-            if always:
-                sums = add(sums)
+            if ring.known:
+                sums = contribute(sums)
             else:
-                sums = lax.cond(_visible(ring, operands, offset, a, b), add, lambda s: s, sums)
-            d_query[a], d_key[b], d_value[b], d_scale[0] = sums
-        return _Homeward(jnp.concatenate(d_key, 1), jnp.concatenate(d_value, 1))
+                seen = _visible(ring, operands, offset, task)
+                sums = lax.cond(seen, contribute, lambda sums: sums, filled(sums, piece))
+        return filled(sums, piece)
+
+    def filled(sums: _Sums, piece: Piece) -> _Sums:
+        query, key, value = (
+            zeros(like) if x is None else x
+            for x, like in ((sums.query, operands.query), (sums.key, piece.key), (sums.value, piece.value))
+        )
+        return _Sums(query, key, value, sums.scale)
+
+    d_query: Array | None = None
+    d_scale = None if operands.scale is None else zeros(operands.scale)
+    home: _Homeward | None = None
+    carried: dict[int, _Homeward] = {}
 
     moves = {m.offset: m for m in (*ring.schedule.up, *ring.schedule.down)}
 
     def visit(offset: int, piece: Piece) -> None:
-        added = contributions(offset, piece)
+        nonlocal d_query, d_scale, home
+        sums = _run_stop(ring, offset, functools.partial(run, offset, piece), _Sums(d_query, None, None, d_scale))
+        d_query, d_scale, added = sums.query, sums.scale, _Homeward(sums.key, sums.value)
         if offset == 0:
-            total["home"] = jax.tree.map(jnp.add, total["home"], added)
+            home = added
             return
         direction = 1 if offset > 0 else -1
         before = carried.pop(offset - direction, None)
@@ -234,14 +286,13 @@ def _ring_backward(ring: Ring, residuals, cotangents):
             (rank, (rank - offset) % place.devices) for _, rank in moves[offset].edges if rank not in going_on
         )
         if stopping:
-            total["home"] = jax.tree.map(jnp.add, total["home"], _send(added, Move(0, stopping), axis))
+            home = jax.tree.map(jnp.add, home, _send(added, Move(0, stopping), axis))
         if going_on:
             carried[offset] = added
 
     _travel(ring, operands, visit)
-    gradients = Gradients(
-        query=jnp.concatenate(d_query, 1), key=total["home"].key, value=total["home"].value, scale=d_scale[0]
-    )
+    assert home is not None
+    gradients = Gradients(query=d_query, key=home.key, value=home.value, scale=d_scale)
     return (_as_cotangents(operands, gradients),)
 
 

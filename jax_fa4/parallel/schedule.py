@@ -27,6 +27,12 @@ class Reach:
         highest = first_key + key_length - 1 - first_query
         return (self.right is None or lowest <= self.right) and (self.left is None or highest >= -self.left)
 
+    def allows_all(self, first_query: int, first_key: int, query_length: int, key_length: int) -> bool:
+        """Whether every query of a chunk sees every key of another."""
+        lowest = first_key - (first_query + query_length - 1)
+        highest = first_key + key_length - 1 - first_query
+        return (self.right is None or highest <= self.right) and (self.left is None or lowest >= -self.left)
+
 
 UNBOUNDED = Reach(None, None)
 
