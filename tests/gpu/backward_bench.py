@@ -104,7 +104,8 @@ def gradients(call: Call, rounded: bool) -> tuple[torch.Tensor, ...]:
     dkey = torch.einsum("bnts,btnh->bsnh", dscores, query) * p.scale
     dvalue = torch.einsum("bnts,btnh->bsnh", maybe(weights), dout)
     groups = (p.batch, p.seqlen_k, p.kv_heads, p.group)
-    return maybe(dquery), maybe(dkey.reshape(*groups, -1).sum(3)), maybe(dvalue.reshape(*groups, -1).sum(3))
+    dkey, dvalue = dkey.reshape(*groups, p.head_dim).sum(3), dvalue.reshape(*groups, p.head_dim_v).sum(3)
+    return maybe(dquery), maybe(dkey), maybe(dvalue)
 
 
 def compare(call: Call) -> tuple[bool, str]:

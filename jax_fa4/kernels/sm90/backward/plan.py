@@ -76,11 +76,6 @@ class BackwardBuffers:
         )
 
 
-OWN_UNORDERED_KERNELS = False
-"""Whether calls that allow any order of additions get kernels of their own. They would double a release's artefacts for
-the few percent that early versions gained (docs/measurements)."""
-
-
 def kinds(problem: ForwardProblem) -> tuple[str, ...]:
     """Kinds of the kernels of one call, in order."""
     return ("backward_preprocess", "backward_main", "backward_postprocess")

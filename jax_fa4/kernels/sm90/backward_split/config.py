@@ -25,8 +25,8 @@ blocks of either kernel."""
 class NamedBarrier(enum.IntEnum):
     """Hardware barriers; 0 is the one of ``sync_threads``."""
 
-    EPILOGUE = 1  # both consumer warpgroups
-    WARPGROUP = 2  # two: the threads of one consumer warpgroup
+    EPILOGUE = 1  # two, one that each consumer warpgroup waits at and the other arrives at
+    WARPGROUP = 3  # two: the threads of one consumer warpgroup
 
 
 @dataclass(frozen=True)

@@ -362,7 +362,9 @@ def store_gradient(
 ) -> None:
     """Rows past the key length hold exact zeros; TMA drops those past the tensor's end. The tile takes the place of V
     or K, which the other warpgroup may read until it is here too."""
-    cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE, number_of_threads=c.consumers * WARPGROUP)
+    both = c.consumers * WARPGROUP
+    cute.arch.barrier_arrive(barrier_id=NamedBarrier.EPILOGUE + 1 - role, number_of_threads=both)
+    cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + role, number_of_threads=both)
     to_shared(c.dtype, p.gradient, p.gradient_acc, shared_tile, thread)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + role, number_of_threads=WARPGROUP)

@@ -29,10 +29,6 @@ TEAM_BYTES = 24 << 20
 QUERY, KEY, VALUE, OUT, LSE, DOUT, DLSE = range(7)
 
 
-OWN_UNORDERED_KERNELS = False
-"""Whether calls that allow any order of additions get kernels of their own: nothing is added across CTAs here."""
-
-
 def kinds(problem: ForwardProblem) -> tuple[str, ...]:
     """Kinds of the kernels of one call, in order."""
     return ("backward_preprocess", "backward_key_value", "backward_query")
