@@ -93,15 +93,20 @@ def _merge(out: Array, lse: Array, new_out: Array, new_lse: Array) -> tuple[Arra
 
 
 def _travel(ring: Ring, operands: Operands, visit):
-    """Calls ``visit(offset, piece)`` for every stop of every piece at this device, transfers issued one step ahead."""
+    """Calls ``visit(offset, piece)`` for every stop of every piece at this device, transfers issued one step ahead.
+
+    ``visit`` returns an array of its results. What has arrived is used only once that is there: XLA would else cut
+    tiles off an arrived piece as early as it can, and wait for the transfer before the attention that is to hide it.
+    """
     axis = ring.placement.axis_name
     home = Piece(operands.key, operands.value, operands.key_value_segment_ids)
     arriving = {moves: _send(home, moves[0], axis) for moves in (ring.schedule.up, ring.schedule.down) if moves}
-    visit(0, home)
+    done = visit(0, home)
     for moves, piece in arriving.items():
         for i, move in enumerate(moves):
+            piece, done = lax.optimization_barrier((piece, done))
             following = _send(piece, moves[i + 1], axis) if i + 1 < len(moves) else piece
-            visit(move.offset, piece)
+            done = visit(move.offset, piece)
             piece = following
 
 
@@ -171,9 +176,10 @@ def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array]:
 
     state: Any = None
 
-    def visit(offset: int, piece: Piece) -> None:
+    def visit(offset: int, piece: Piece) -> Array:
         nonlocal state
         state = _run_stop(ring, offset, functools.partial(run, offset, piece), state)
+        return state[1]
 
     _travel(ring, operands, visit)
     out, lse = state
@@ -269,13 +275,13 @@ def _ring_backward(ring: Ring, residuals, cotangents):
 
     moves = {m.offset: m for m in (*ring.schedule.up, *ring.schedule.down)}
 
-    def visit(offset: int, piece: Piece) -> None:
+    def visit(offset: int, piece: Piece) -> Array:
         nonlocal d_query, d_scale, home
         sums = _run_stop(ring, offset, functools.partial(run, offset, piece), _Sums(d_query, None, None, d_scale))
         d_query, d_scale, added = sums.query, sums.scale, _Homeward(sums.key, sums.value)
         if offset == 0:
             home = added
-            return
+            return d_query
         direction = 1 if offset > 0 else -1
         before = carried.pop(offset - direction, None)
         if before is not None:
@@ -289,6 +295,7 @@ def _ring_backward(ring: Ring, residuals, cotangents):
             home = jax.tree.map(jnp.add, home, _send(added, Move(0, stopping), axis))
         if going_on:
             carried[offset] = added
+        return d_query
 
     _travel(ring, operands, visit)
     assert home is not None

@@ -198,5 +198,5 @@ class ForwardKernel:
 def build(spec: KernelSpec) -> tuple:
     """(host function, arguments to compile it for): what ``kernels.compile`` asks of a builder."""
     batch_info = Int64(0) if spec.varlen else None
-    values = Values(Int64(0), Int64(0), batch_info, *[Int32(1)] * 13, Float32(1.0))
+    values = Values._make((Int64(0), Int64(0), batch_info, *[Int32(1)] * 13, Float32(1.0)))
     return ForwardKernel(spec).host, (Int64(0), values)
