@@ -99,18 +99,24 @@ class ForwardOperation:
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         )
 
-    def specs(self, operands: Sequence[Any], arch: str) -> tuple[KernelSpec, ...]:
+    def specs(self, operands: Sequence[Any], target: Target) -> tuple[KernelSpec, ...]:
         """Kernels of which any one serves, in order of preference; raises UnsupportedSpecError where none does."""
         call = self.attention
-        return forward_specs(call.problem(operands), arch=arch, mask=call.mask, varlen=call.varlen)
+        return forward_specs(
+            call.problem(operands),
+            arch=target.arch,
+            mask=call.mask,
+            varlen=call.varlen,
+            capability=target.capability,
+        )
 
-    def missing_reason(self, operands: Sequence[Any], arch: str) -> str | None:
+    def missing_reason(self, operands: Sequence[Any], target: Target) -> str | None:
         """Why no compiled kernel can be had, or None."""
-        missing = [default_store().missing_reason(spec) for spec in self.specs(operands, arch)]
+        missing = [default_store().missing_reason(spec) for spec in self.specs(operands, target)]
         return None if None in missing else missing[-1]
 
     def plan(self, operands: Sequence[Any], target: Target) -> Planned:
-        specs = self.specs(operands, target.arch)
+        specs = self.specs(operands, target)
         spec = next((spec for spec in specs if default_store().missing_reason(spec) is None), specs[-1])
         artefact = default_store().load(spec)
         plan = forward_plan(artefact, self.attention.problem(operands), sm_count=target.multiprocessors)
@@ -147,26 +153,26 @@ class BackwardOperation:
     def results(self, operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:3])
 
-    def specs(self, operands: Sequence[Any], arch: str) -> tuple[KernelSpec, ...]:
+    def specs(self, operands: Sequence[Any], target: Target) -> tuple[KernelSpec, ...]:
         """Kernels of the call, all of them needed; raises UnsupportedSpecError where there are none for it.
 
         Where any order of additions will do, kernels that keep to one serve too: those are part of every release.
         """
         call = self.attention
-        find = partial(backward_specs, arch, call.problem(operands), mask=call.mask, varlen=call.varlen)
+        find = partial(backward_specs, target.arch, call.problem(operands), mask=call.mask, varlen=call.varlen)
         if not self.deterministic:
             unordered = find(deterministic=False)
             if _missing(unordered) is None:
                 return unordered
         return find(deterministic=True)
 
-    def missing_reason(self, operands: Sequence[Any], arch: str) -> str | None:
+    def missing_reason(self, operands: Sequence[Any], target: Target) -> str | None:
         """Why not all compiled kernels can be had, or None."""
-        return _missing(self.specs(operands, arch))
+        return _missing(self.specs(operands, target))
 
     def plan(self, operands: Sequence[Any], target: Target) -> Planned:
         problem = self.attention.problem(operands)
-        specs = self.specs(operands, target.arch)
+        specs = self.specs(operands, target)
         artefacts: tuple[Artefact, ...] = tuple(default_store().load(spec) for spec in specs)
         scratch = tuple(jax.ShapeDtypeStruct(*x) for x in backward_scratch(specs, problem).values())
         return Planned(backward_plan(artefacts, problem), artefacts, scratch)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fa4
 from jax_fa4.ffi import register as launcher
+from jax_fa4.ffi.call import Target, detect_target
 from jax_fa4.ffi.plan import Kernel
 from jax_fa4.ffi.wire import decode
 from jax_fa4.implementations import base, fa4
@@ -19,7 +21,7 @@ from jax_fa4.kernels import plans, store
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.select import forward_specs
 from jax_fa4.kernels.spec import standard_specs
-from jax_fa4.primitives import AttentionCall, BackwardOperation
+from jax_fa4.primitives import AttentionCall, BackwardOperation, ForwardOperation
 
 from . import oracle
 from .test_ffi_call import custom_call, custom_calls
@@ -299,6 +301,30 @@ def test_short_grouped_queries_are_packed():
     assert not packs(8, 8, 1) and not packs(8, 1, 4096) and not packs(128, 1, 1) and not packs(4, 2, 256)
 
 
+@pytest.mark.parametrize("capability, emulates", [("10.0", True), ("10.3", False), (None, True)])
+@pytest.mark.parametrize("dim, causal, length", [(64, False, 300), (128, False, 300), (128, True, 300), (96, False, 3)])
+def test_gpus_with_fast_exponentials_get_kernels_without_emulated_ones(capability, emulates, dim, causal, length):
+    """What is chosen at lowering is by the device's compute capability; every choice is part of a release."""
+    operation = ForwardOperation(AttentionCall(scale=0.5, mask="causal" if causal else "none"))
+    structs = [jax.ShapeDtypeStruct((2, n, 4, dim), jnp.bfloat16) for n in (length, 300, 300)]
+    specs = operation.specs(structs, Target("sm_100f", 148, capability))
+    assert bool(specs[0].tile.option("exp2fma")) == emulates
+    assert set(specs) <= set(standard_specs(["sm_100f"], ["forward"]))
+
+    class OnlyOrdinary(oracle.OracleStore):
+        def missing_reason(self, spec):
+            return None if spec.tile.option("exp2fma") else "not shipped"
+
+    store.set_default_store(OnlyOrdinary())
+    assert operation.missing_reason(structs, Target("sm_100f", 148, capability)) is None
+
+
+def test_the_capability_comes_from_the_device(monkeypatch):
+    device = SimpleNamespace(compute_capability="10.3", core_count=160, device_kind="B300")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+    assert detect_target() == Target("sm_100f", 160, "10.3")
+
+
 def test_without_the_packed_kernel_the_plain_one_serves():
     class Released(oracle.OracleStore):
         def missing_reason(self, spec):
@@ -322,11 +348,11 @@ def test_any_order_never_needs_what_no_release_has(arch, dim, released_only):
     store.set_default_store(Store())
     call = AttentionCall(scale=0.5, mask="none")
     structs = [jax.ShapeDtypeStruct((1, 8, 2, dim), jnp.bfloat16)] * 3
-    specs = BackwardOperation(call, deterministic=False).specs(structs, arch)
+    specs = BackwardOperation(call, deterministic=False).specs(structs, Target(arch))
     unordered = [not spec.deterministic for spec in specs]
     assert any(unordered) == (arch == "sm_100f" and dim == 64 and not released_only)
     assert any(unordered) or specs[0].name in released
-    assert BackwardOperation(call, deterministic=False).missing_reason(structs, arch) is None
+    assert BackwardOperation(call, deterministic=False).missing_reason(structs, Target(arch)) is None
 
 
 def test_backward_export_carries_all_kernels_and_scratch():

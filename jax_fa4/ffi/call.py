@@ -44,11 +44,13 @@ class Compiled(Protocol):
 class Target:
     """The device to plan for.
 
-    ``arch`` as in KernelSpec ("sm_90a", "sm_100f"). ``multiprocessors``: their number, None where no device is at hand.
+    ``arch`` as in KernelSpec ("sm_90a", "sm_100f"). ``multiprocessors``: their number; ``capability``: the compute
+    capability, such as "10.3". Both None where no device is at hand.
     """
 
     arch: str
     multiprocessors: int | None = None
+    capability: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def detect_target() -> Target:
     arch = arch_of(capability)
     if arch is None:
         raise ValueError(f"{device.device_kind} has compute capability {capability}; the kernels are for 9.0 and 10.x")
-    return Target(arch, getattr(device, "core_count", None) or None)
+    return Target(arch, getattr(device, "core_count", None) or None, capability)
 
 
 def arch_of(capability: str) -> str | None:

@@ -107,7 +107,7 @@ class Kernels:
             return "the architecture is unknown: JAX sees no CUDA device in this process"
         operation = BackwardOperation(self.call(config, operands), config.deterministic)
         try:
-            return operation.missing_reason(operands[:3], target.arch)
+            return operation.missing_reason(operands[:3], target)
         except UnsupportedSpecError as error:
             return str(error)
 
@@ -137,12 +137,12 @@ class Kernels:
         target = _target(self.arch)
         try:
             # Without a device the architecture is unknown; the checks of head dims are the same for all.
-            operation.specs(operands[:3], target.arch if target else ARCHITECTURES[0])
+            operation.specs(operands[:3], target or Target(ARCHITECTURES[0]))
         except UnsupportedSpecError as error:
             return [str(error)]
         if target is None or dims_of(operands).empty:
             return []
-        missing = operation.missing_reason(operands[:3], target.arch)
+        missing = operation.missing_reason(operands[:3], target)
         return [] if missing is None else [missing]
 
     def platform_reasons(self, platform: str) -> list[str]:

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from jax_fa4.kernels.problem import ForwardProblem
-from jax_fa4.kernels.spec import LONG_QUERIES, KernelSpec, long_query_tile, pair_tile
+from jax_fa4.kernels.spec import (
+    FAST_EXP2_CAPABILITIES,
+    LONG_QUERIES,
+    KernelSpec,
+    fast_exp2_spec,
+    long_query_tile,
+    pair_tile,
+)
 
 BOX_ROWS = {"sm_90a": 64, "sm_100f": 128}
 """Query rows that one TMA box brings to a warpgroup; a packed box holds whole groups of query heads."""
 
 
-def forward_specs(problem: ForwardProblem, *, arch: str, mask: str, varlen: bool) -> tuple[KernelSpec, ...]:
-    """The forward kernels that serve a problem, the fastest first; the last is part of every release.
+def forward_specs(
+    problem: ForwardProblem, *, arch: str, mask: str, varlen: bool, capability: str | None = None
+) -> tuple[KernelSpec, ...]:
+    """The forward kernels that serve a problem, the fastest first. Any one is right on every GPU of ``arch``.
 
     Args:
       problem: shapes and scalars.
       arch: "sm_90a" or "sm_100f".
       mask: "none", "causal" or "window".
       varlen: whether per-batch lengths and offsets are an operand.
+      capability: compute capability of the GPU at hand, such as "10.3"; None where it is not known.
 
     Raises:
       UnsupportedSpecError: no kernel is built for it.
     """
+    specs = _by_shape(problem, arch, mask, varlen)
+    if capability not in FAST_EXP2_CAPABILITIES:
+        return specs
+    return tuple(x for spec in specs for x in (fast_exp2_spec(spec), spec) if x is not None)
+
+
+def _by_shape(problem: ForwardProblem, arch: str, mask: str, varlen: bool) -> tuple[KernelSpec, ...]:
+    """The kernels for a GPU that is like most of its architecture."""
 
     def spec(pack_gqa: bool) -> KernelSpec:
         return KernelSpec.create(

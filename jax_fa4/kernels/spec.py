@@ -301,6 +301,21 @@ def pair_tile(spec: KernelSpec) -> Tile | None:
     return sm100_pair_tile(spec.head_dim, spec.head_dim_v)
 
 
+FAST_EXP2_CAPABILITIES = ("10.3",)
+"""Compute capabilities (B300, GB300) with twice the special-function results a cycle of others of their architecture:
+exponentials on the FMA units would only cost there. The machine code is the same family's, so that an artefact for one
+GPU is right on the other."""
+
+
+def fast_exp2_spec(spec: KernelSpec) -> KernelSpec | None:
+    """The kernel without exponentials on the FMA units; None where there is no faster one: the spec has none anyway, or
+    it is for short queries, which memory binds."""
+    if not spec.tile.option("exp2fma") or spec.pack_gqa:
+        return None
+    options = ((name, 0 if name == "exp2fma" else value) for name, value in spec.tile.options)
+    return spec.with_tile(replace(spec.tile, options=tuple(options)))
+
+
 def _sm100_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     """128 query rows by 128 keys, two stages of Q; option ``dout``: stages of dO, two where shared memory has room.
 
@@ -350,7 +365,8 @@ _TILE_TABLES = {
 
 
 def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> list[KernelSpec]:
-    """Specs of a release: every mask, dtype and flag for all padded head dims, for kinds that have kernels."""
+    """Specs of a release: every mask, dtype and flag for all padded head dims, for kinds that have kernels; of forwards
+    also those that :func:`jax_fa4.kernels.select.forward_specs` prefers for some shapes or GPUs."""
     specs: dict[KernelSpec, None] = {}
     wanted = KINDS if kinds is None else tuple(kinds)
     for arch in archs:
@@ -375,10 +391,17 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                                 varlen=varlen,
                             )
                             specs.setdefault(spec)
-                            for tile in (long_query_tile(spec), pair_tile(spec)):
-                                if tile is not None:
-                                    specs.setdefault(spec.with_tile(tile))
+                            if kind == "forward":
+                                specs.update(dict.fromkeys(_forward_variants(spec)))
     return list(specs)
+
+
+def _forward_variants(spec: KernelSpec) -> list[KernelSpec]:
+    """The kernels that are faster than ``spec`` for some shapes or GPUs."""
+    tiles = [tile for tile in (long_query_tile(spec), pair_tile(spec)) if tile is not None]
+    variants = [replace(spec, pack_gqa=True), *map(spec.with_tile, tiles)]
+    fast = map(fast_exp2_spec, (spec, *variants))
+    return variants + [variant for variant in fast if variant is not None]
 
 
 def _other_backward(kind: str, head_dim: int, head_dim_v: int) -> bool:

@@ -168,7 +168,7 @@ def _lowering_time() -> dict:
 
     run = jax.jit(lambda q, k, v: jax_fa4.attention(q, k, v, implementation="fa4"))
     run.lower(*inputs())  # imports, device set-up
-    spec = ForwardOperation(AttentionCall(scale=0.1, mask="causal")).specs(inputs(), detect_target().arch)[-1]
+    spec = ForwardOperation(AttentionCall(scale=0.1, mask="causal")).specs(inputs(), detect_target())[-1]
     start = time.perf_counter()
     default_store().load(spec)
     lookup = time.perf_counter() - start
