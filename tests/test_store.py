@@ -1,9 +1,11 @@
 """Artefact files and their look-up, with a stand-in for the compiler where the test is about the store."""
 
+import fnmatch
 import os
 import re
 import struct
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -303,3 +305,23 @@ def test_compile_command(tmp_path: Path, fake_compiler, capsys):
     assert all(store.ArtefactStore(folder=tmp_path).load(spec) for spec in wanted)
     assert run("--arch", "sm_80") == 2
     assert "arch is 'sm_80'" in capsys.readouterr().err
+
+    old = tmp_path / wanted[0].name.join(("", "-of-other-sources-dsl1.0" + store.SUFFIX))
+    notes = tmp_path / "notes.txt"
+    old.touch()
+    notes.touch()
+    again = ("--arch", "sm_90a", "--only", "forward", "--match", "float16_d64x64", "--prune")
+    assert run(*again) == 2 and "--prune needs --out" in capsys.readouterr().err
+    assert run(*again, "--out", str(tmp_path)) == 0
+    assert "1 other artefacts deleted" in capsys.readouterr().out
+    assert not old.exists() and notes.exists()
+    assert all(store.ArtefactStore(folder=tmp_path).load(spec) for spec in wanted)
+
+
+def test_a_build_takes_the_artefacts_that_are_there():
+    """Git ignores them, so that the build would leave them out if its configuration did not name them."""
+    root = Path(__file__).parents[1]
+    (pattern,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["scikit-build"]["sdist"]["include"]
+    file = store.BUNDLED / store.artefact_filename(SPEC, "4.8.1")
+    assert fnmatch.fnmatch(file.relative_to(root).as_posix(), pattern)
+    assert not fnmatch.fnmatch(file.relative_to(root).as_posix() + ".lock", pattern)

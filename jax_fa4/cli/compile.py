@@ -21,6 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: the user's cache)")
     parser.add_argument("--jobs", type=int, default=1, help="compilers to run at the same time (default %(default)s)")
     parser.add_argument("--force", action="store_true", help="compile again what is there already")
+    parser.add_argument("--prune", action="store_true", help="delete from DIR the artefacts that no release would have")
     parser.set_defaults(run=run)
 
 
@@ -36,6 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not specs:
         print("jax_fa4 compile: no kernel of the standard set matches these arguments", file=sys.stderr)
         return 2
+    if arguments.prune and arguments.out is None:
+        print("jax_fa4 compile: --prune needs --out", file=sys.stderr)
+        return 2
     if compiler.dsl_version() is None:
         print(f"jax_fa4 compile: needs {compiler.DSL_DISTRIBUTION}: pip install 'jax-fa4[compile]'", file=sys.stderr)
         return 2
@@ -44,7 +48,21 @@ def run(arguments: argparse.Namespace) -> int:
     for spec, failure in failures:
         print(f"{spec.name}: {failure}", file=sys.stderr)
     print(f"{len(specs) - len(failures)} of {len(specs)} kernels in {folder}")
+    if arguments.prune:
+        print(f"{prune(folder)} other artefacts deleted")
     return 1 if failures else 0
+
+
+def prune(folder: Path) -> int:
+    """Deletes the artefacts in ``folder`` that are not of the standard set, these kernel sources and the installed
+    compiler; returns how many."""
+    version = compiler.dsl_version()
+    assert version is not None
+    wanted = {store.artefact_filename(spec, version) for spec in standard_specs(ARCHITECTURES)}
+    others = [path for path in folder.glob(f"*{store.SUFFIX}") if path.name not in wanted]
+    for path in others:
+        path.unlink()
+    return len(others)
 
 
 def compile_all(specs: list[KernelSpec], folder: Path, *, jobs: int, force: bool) -> list[tuple[KernelSpec, Exception]]:
