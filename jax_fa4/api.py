@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 
 from jax_fa4 import dispatch
 from jax_fa4.arguments import Arguments, check
-from jax_fa4.config import Operands
 from jax_fa4.dispatch import Support
 from jax_fa4.vjp import attend
 
@@ -221,20 +220,7 @@ def supports(*args: Any, **kwargs: Any) -> Support:
     return result[0]
 
 
-def _refuse_split_sequences(operands: Operands) -> None:
-    """Raises ValueError where a type says that a sequence axis is split over a mesh (Explicit mesh axes)."""
-    for name in ("query", "key", "value"):
-        spec = jax.typeof(getattr(operands, name)).sharding.spec
-        if len(spec) > 1 and spec[1] is not None:
-            raise ValueError(
-                f"{name}: got its sequence axis split over mesh axis {spec[1]!r}; expected at most batch and heads to "
-                "be split. For a split sequence use jax_fa4.parallel: make_attention, or ring_attention, "
-                "all_gather_attention or ulysses_attention inside jax.shard_map"
-            )
-
-
 def _run(arguments: Arguments, implementation: str | None) -> tuple[Array, Array]:
-    _refuse_split_sequences(arguments.operands)
     decision = dispatch.decide(arguments.config, arguments.operands, implementation)
     dispatch.warn_of_fallback(decision, stacklevel=3)
     out, lse = attend(decision.implementation, arguments.config, arguments.operands)

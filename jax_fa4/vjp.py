@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_fa4.config import DIFFERENTIABLE, AttentionConfig, Gradients, Operands
 from jax_fa4.implementations.base import Implementation
+from jax_fa4.split_sequences import make_whole, refuse_split
 from jax_fa4.varying import vary, varying_axes
 
 OUT_NAME = "jax_fa4_out"
@@ -30,10 +31,15 @@ LSE_NAME = "jax_fa4_lse"
 def attend(implementation: Implementation, config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
     """(out, lse) by one implementation, differentiable in both.
 
-    An implementation without a backward is differentiated by JAX; the others get the rule below.
+    An implementation without a backward is differentiated by JAX; the others get the rule below. The sequence of query,
+    key or value may not be split over a mesh (see :mod:`jax_fa4.split_sequences`).
     """
+    operands = operands._replace(
+        **{name: refuse_split(name, getattr(operands, name)) for name in ("query", "key", "value")}
+    )
     if implementation.backward is None:
-        return _named(*_forward(implementation, config, operands))
+        out, lse = _forward(implementation, config, operands)
+        return _named(make_whole(out, 1), make_whole(lse, 2))
     return _attend(implementation, config, _vary_alike(operands))
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
@@ -106,6 +106,27 @@ def test_gradients(is_causal):
 
     got, want = (jax.jit(jax.grad(functools.partial(loss, i), (0, 1, 2)))(*arrays) for i in (NAME, "xla"))
     close(got, want, 3e-2)
+
+
+@pytest.mark.parametrize("operand", ["query", "key"])
+def test_a_split_sequence_is_refused_under_jit(operand):
+    """Rather than gathered silently; forward and gradient."""
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
+    arrays = dict(zip(("query", "key", "value"), operands(), strict=True))
+    arrays["key"], arrays["value"] = (
+        jnp.pad(arrays[name], ((0, 0), (0, 1), (0, 0), (0, 0))) for name in ("key", "value")
+    )
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in arrays.items()}
+    arrays[operand] = jax.device_put(arrays[operand], NamedSharding(mesh, P(None, "seq")))
+
+    def total(arrays):
+        return jax_fa4.attention(**arrays, implementation=NAME).sum()
+
+    for function in (total, jax.grad(total)):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=f"{operand}: got its sequence axis split.*jax_fa4.parallel"
+        ):
+            jax.jit(function).lower(arrays).compile()
 
 
 def test_ring_on_four_devices():

@@ -160,6 +160,30 @@ def test_partitioned_call_moves_nothing_when_batch_and_heads_agree():
 
 
 @needs_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P(None, "x", None, "y"), P("x", None, None, "y")], ids=["batch", "mapped"])
+@pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, None, None, 0), (None, 0, 0, None)])
+def test_vmap_of_split_operands_moves_nothing(kind, spec, mapped):
+    """Whether the batch is split or the axis that vmap folds into it, and by whichever operands have that axis."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+    operation = Weighted(2.0)
+    function = jax.jit(lambda *x: jax.vmap(lambda *x: C.call(operation, *x), mapped)(*x))
+    with jax.set_mesh(mesh):
+        operands, placed = [], []
+        for axis, x in zip(mapped, arrays(batch=4), strict=True):
+            operands.append(x if axis is None else jnp.stack([x + i for i in range(4)]))
+            own = spec if axis == 0 else spec[1:]
+            heads = P(*own) if x.ndim == 4 else P(*own[: len(own) - 2])  # the last operand has no heads
+            placed.append(jax.device_put(operands[-1], NamedSharding(mesh, heads)))
+        compiled = function.lower(*placed).compile()
+        out, lse = compiled(*placed)
+    text = compiled.as_text()
+    assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    assert out.sharding.shard_shape(out.shape) == ((2, 4, 3, 2, 6) if spec[0] else (4, 2, 3, 2, 6))
+    close((out, lse), jax.vmap(operation.elsewhere, mapped)(*operands))
+
+
+@needs_devices
 def test_explicit_mesh_axes():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     operands = arrays(batch=4, heads=8, key_heads=4)
@@ -209,13 +233,20 @@ def test_choose_split(heads, key_heads, spec, want):
         jax.ShapeDtypeStruct((2, 4, heads, 8), jnp.float32),
         *[jax.ShapeDtypeStruct((2, 4, key_heads, 8), jnp.float32)] * 2,
     ]
-    assert choose_split(Weighted.dimensions, operands, spec, {"x": 2, "y": 4}) == want
+    assert choose_split(Weighted.dimensions, operands, [spec, P(), P(), P()], {"x": 2, "y": 4}) == want
 
 
 def test_sharding_rule_for_shardy():
     rule, factors = sharding_rule(Dimensions(("btnh", "bskh", "bskv"), ("btnv", "bnt")), arrays(heads=6, key_heads=3))
-    assert rule == "b t (k g) h, b s k h, b s k v -> b t (k g) v, b (k g) t"
-    assert factors == {"g": 2, "need_replication_factors": ("t", "h", "s", "v")}
+    assert rule == "b t0 (k g) h1, b s2 k h3, b s4 k v5 -> b t6 (k g) v7, b (k g) t8"
+    replicated = ("t0", "h1", "s2", "h3", "s4", "v5", "t6", "v7", "t8")
+    assert factors == {"g": 2, "need_replication_factors": replicated}
+    rule, factors = sharding_rule(
+        Dimensions(("btnh", "bskh", "bskv"), ("btnv", "bnt")).under_vmap((True, False, True)).under_vmap(),
+        [x[None, None] if i != 1 else x[None] for i, x in enumerate(arrays(heads=3, key_heads=3, info=False))],
+    )
+    assert rule == "m1 m0 b t0 k h1, m1 b s2 k h3, m1 m0 b s4 k v5 -> m1 m0 b t6 k v7, m1 m0 b k t8"
+    assert factors == {"need_replication_factors": replicated}
 
 
 def test_gradients_by_key_head_are_never_split_within_a_group():
@@ -227,11 +258,12 @@ def test_gradients_by_key_head_are_never_split_within_a_group():
         (8, 8, Split((), ("x", "y"), ("x", "y"))),
     ):
         shapes = [jax.ShapeDtypeStruct((2, 4, n, 8), jnp.float32) for n in (heads, key_heads, key_heads)]
-        assert choose_split(backward, shapes, P(None, None, ("x", "y")), sizes) == want
+        assert choose_split(backward, shapes, [P(None, None, ("x", "y")), P(), P()], sizes) == want
     _, factors = sharding_rule(backward, arrays(heads=6, key_heads=3))
-    assert factors == {"g": 2, "need_replication_factors": ("t", "g", "h", "s", "v")}
-    _, factors = sharding_rule(backward, arrays(heads=6, key_heads=1))
-    assert factors == {"need_replication_factors": ("t", "g", "h", "s", "k", "v")}
+    assert factors["g"] == 2 and {"b", "k"}.isdisjoint(replicated := factors["need_replication_factors"])
+    assert "g" in replicated
+    rule, factors = sharding_rule(backward, arrays(heads=6, key_heads=1))
+    assert rule.startswith("b t0 g h1, b s2 k3 h4, ") and {"g", "k3"} < set(factors["need_replication_factors"])
 
 
 def exported_call(operation, *operands):

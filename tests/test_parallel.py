@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 import subprocess
@@ -291,8 +292,10 @@ def test_illegal_arguments() -> None:
         call("ring", layout="spiral")
     with pytest.raises(ValueError, match="query: a device holds 1 tokens"):
         call("ring", layout="zigzag", x=x[:, :4])
-    with pytest.raises(TypeError, match="bias: unknown keyword"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
         call("all_gather", bias=jnp.zeros(()))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        parallel.make_attention(mesh, sequence_axis="seq")(x, x, x, mask=jnp.ones((), bool))
     with pytest.raises(ValueError, match="got 2 heads, axis size 4"):
         call("ulysses")
     with pytest.raises(ValueError, match="implementation: got 'cudnn'"):
@@ -341,3 +344,14 @@ def test_exported_function_runs_in_a_fresh_process(strategy, tmp_path) -> None:
     command = [sys.executable, "-c", EXPORTED, *map(str, (program, given, result))]
     subprocess.run(command, check=True, timeout=300)
     np.testing.assert_array_equal(np.load(result), np.asarray(function(x, x, x)))
+
+
+def test_the_keywords_are_those_of_attention() -> None:
+    """Same names, same defaults, in all of them: no signature falls behind."""
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    own = {"axis_name", "layout", "return_lse", "implementation"}
+    want = inspect.signature(jax_fa4.attention).parameters
+    for function in (*STRATEGIES.values(), parallel.make_attention(mesh)):
+        parameters = {n: p.default for n, p in inspect.signature(function).parameters.items() if n not in own}
+        assert parameters == {n: want[n].default for n in parameters}
+        assert set(want) - set(parameters) == {"bias", "mask", "return_residual", "implementation"}

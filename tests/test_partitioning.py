@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -94,12 +95,100 @@ def split_call(function, arrays: dict):
     return jax.jit(function)(*split(arrays))
 
 
+MESSAGE = r"{}: got its sequence axis split over mesh axis 'seq'.*jax_fa4.parallel"
+
+
+def with_a_split_sequence(operand: str, kind: AxisType) -> tuple[jax.sharding.Mesh, dict[str, jax.Array]]:
+    """query, key and value on 8 devices; the batch of all is split, and the sequence of one."""
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(kind,) * 2)
+    rng = np.random.default_rng(0)
+    arrays = {name: jnp.asarray(rng.standard_normal((2, 8, 2, 4)), jnp.float32) for name in ("query", "key", "value")}
+    specs = dict.fromkeys(arrays, P("data")) | {operand: P("data", "seq")}
+    return mesh, {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+
+
 @pytest.mark.parametrize("operand", ["query", "key"])
 def test_a_split_sequence_is_refused_on_explicit_meshes(operand: str) -> None:
-    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Explicit,))
+    mesh, arrays = with_a_split_sequence(operand, AxisType.Explicit)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=MESSAGE.format(operand)):
+        jax_fa4.attention(**arrays)
+
+
+@pytest.mark.parametrize("operand", ["query", "key", "value"])
+def test_a_split_sequence_is_refused_outside_jit(operand: str) -> None:
+    with pytest.raises(ValueError, match=MESSAGE.format(operand)):
+        jax_fa4.attention(**with_a_split_sequence(operand, AxisType.Auto)[1])
+
+
+@pytest.mark.parametrize("operand", ["query", "key", "value"])
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_a_split_sequence_is_refused_under_jit(implementation: str, operand: str) -> None:
+    """By the compiler, which alone knows on Auto axes; forward and gradient."""
+    _, arrays = with_a_split_sequence(operand, AxisType.Auto)
+
+    def total(arrays: dict) -> jax.Array:
+        return jax_fa4.attention(**arrays, implementation=implementation, is_causal=True).sum()
+
+    for function in (total, jax.grad(total)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=MESSAGE.format(operand)):
+            jax.jit(function).lower(arrays).compile()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_a_sequence_may_be_gathered_before_and_split_after(implementation: str) -> None:
+    """A constraint on the operand says that gathering is meant; one on the result does not reach the operands."""
+    mesh, arrays = with_a_split_sequence("query", AxisType.Auto)
+    whole, split = NamedSharding(mesh, P("data")), NamedSharding(mesh, P("data", "seq"))
+
+    def total(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        query = jax.lax.with_sharding_constraint(query * 2, whole)
+        out = jax_fa4.attention(query, key * 2, value, implementation=implementation, is_causal=True)
+        out = jax.lax.with_sharding_constraint(out, split)
+        return (jnp.sin(out) ** 2).sum(), out
+
+    function = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))
+    got = function(*arrays.values())
+    assert got[1].sharding.is_equivalent_to(split, 4)
+    plain = {name: jnp.asarray(np.asarray(x)) for name, x in arrays.items()}
+    want = jax.grad(
+        lambda *x: (jnp.sin(jax_fa4.attention(x[0] * 2, x[1] * 2, x[2], is_causal=True)) ** 2).sum(), (0, 1, 2)
+    )(*plain.values())
+    for x, y in zip(got[0], want, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, split, mapped",
+    [
+        (AxisType.Auto, "batch", (0, None, None)),
+        (AxisType.Auto, "mapped", (None, 0, 0)),
+        (AxisType.Explicit, "batch", (0, 0, 0)),
+        (AxisType.Explicit, "mapped", (0, None, None)),
+    ],
+)
+def test_vmap_of_split_operands(kind: AxisType, split: str, mapped: tuple) -> None:
+    """Batch or mapped axis split, gradients included: sums where an operand is shared, nothing is gathered."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    spec = P(None, "data", None, "model") if split == "batch" else P("data", None, None, "model")
+    rng = np.random.default_rng(0)
+    shapes = [(2, B, T, N, D), (2, B, S, K, D), (2, B, S, K, D), (N,)]
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    arrays = [x if axis == 0 else x[0] for axis, x in zip((*mapped, 0), arrays, strict=True)]
+    specs = [spec if axis == 0 else P(*spec[1:]) for axis in mapped] + [P("model")]
+
+    def total(implementation: str, query, key, value, sinks) -> jax.Array:
+        def one(query, key, value):
+            return jax_fa4.attention_with_lse(query, key, value, sinks=sinks, implementation=implementation)
+
+        out, lse = jax.vmap(one, mapped)(query, key, value)
+        return (out**2).sum() + jnp.sin(lse).sum()
+
+    want = jax.jit(jax.grad(functools.partial(total, "xla"), (0, 1, 2, 3)))(*arrays)
     with jax.set_mesh(mesh):
-        whole = jax.device_put(jnp.zeros((1, 8, 2, 4)), NamedSharding(mesh, P()))
-        arrays = dict.fromkeys(("query", "key", "value"), whole)
-        arrays[operand] = jax.device_put(jnp.zeros((1, 8, 2, 4)), NamedSharding(mesh, P(None, "seq")))
-        with pytest.raises(ValueError, match=rf"{operand}: got its sequence axis split over mesh axis 'seq'.*parallel"):
-            jax_fa4.attention(**arrays)
+        placed = [jax.device_put(x, NamedSharding(mesh, own)) for x, own in zip(arrays, specs, strict=True)]
+        gradient = jax.jit(jax.grad(functools.partial(total, "blockwise"), (0, 1, 2, 3)))
+        compiled = gradient.lower(*placed).compile()
+        got = compiled(*placed)
+    assert set(COLLECTIVE.findall(compiled.as_text())) <= {"all-reduce"}
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=5e-5)

@@ -5,7 +5,8 @@ concrete shapes on a target; everything else is the same for all of them and liv
 manual and explicit mesh axes), batching, partitioning, and the lowering to the custom call.
 
 Every operand and every result of an operation has the batch as its first axis, and batch entries are independent. So
-``vmap`` folds the mapped axis into the batch, on the outside, and splits it off again at the same place.
+``vmap`` puts the mapped axis in front of the batch, for all operands and results, and it is folded into the batch where
+one device's part of the call is known: folded earlier, a split of the inner of the two could not be stated.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AxisType
 
 from jax_fa4.varying import vary, varying_axes
 
@@ -93,7 +95,7 @@ def call(operation: Operation, *operands: jax.Array) -> tuple[jax.Array, ...]:
     Returns:
       The results in the operation's order.
     """
-    return tuple(kernel_call_p.bind(*vary(varying_axes(operands), *operands), operation=operation))
+    return tuple(kernel_call_p.bind(*vary(varying_axes(operands), *operands), operation=operation, mapped=0))
 
 
 def detect_target() -> Target:
@@ -124,7 +126,8 @@ def arch_of(capability: str) -> str | None:
 
 
 kernel_call_p = Primitive("jax_fa4_kernel_call")
-"""Operands and results of an :class:`Operation`. Partitioned over mesh axes that JAX manages."""
+"""Operands and results of an :class:`Operation`, with ``mapped`` axes in front of the batch. Partitioned over mesh axes
+that JAX manages."""
 
 local_call_p = Primitive("jax_fa4_local_call")
 """The same on one device; what :data:`kernel_call_p` becomes when lowered."""
@@ -134,13 +137,25 @@ local_call_p.multiple_results = True
 dispatch.prim_requires_devices_during_lowering.add(kernel_call_p)
 
 
-def _abstract_eval(*operands: Any, operation: Operation) -> list[Any]:
-    results = operation.results(operands)
-    specs = partition.explicit_specs(operation.dimensions, operands)
+def _fold(shape: tuple[int, ...], mapped: int) -> tuple[int, ...]:
+    """The shape with ``mapped`` axes folded into the batch."""
+    return (math.prod(shape[: mapped + 1]), *shape[mapped + 1 :])
+
+
+def _dimensions(operation: Operation, mapped: int) -> partition.Dimensions:
+    dimensions = operation.dimensions
+    for _ in range(mapped):
+        dimensions = dimensions.under_vmap()
+    return dimensions
+
+
+def _abstract_eval(*operands: Any, operation: Operation, mapped: int = 0) -> list[Any]:
     first = operands[0]
+    results = operation.results([jax.core.ShapedArray(_fold(x.shape, mapped), x.dtype) for x in operands])
+    specs = partition.explicit_specs(_dimensions(operation, mapped), operands)
     return [
         first.update(
-            shape=result.shape,
+            shape=(*first.shape[: mapped + 1], *result.shape[1:]),
             dtype=jnp.dtype(result.dtype),
             weak_type=False,
             sharding=first.sharding.update(spec=spec),
@@ -149,43 +164,58 @@ def _abstract_eval(*operands: Any, operation: Operation) -> list[Any]:
     ]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(operation: Operation, *operands: jax.Array) -> list[jax.Array]:
-    return kernel_call_p.bind(*operands, operation=operation)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(operation: Operation, mapped: int, *operands: jax.Array) -> list[jax.Array]:
+    return kernel_call_p.bind(*operands, operation=operation, mapped=mapped)
 
 
-def _impl(*operands: jax.Array, operation: Operation) -> list[jax.Array]:
-    return _run(operation, *operands)
+def _impl(*operands: jax.Array, operation: Operation, mapped: int) -> list[jax.Array]:
+    return _run(operation, mapped, *operands)
 
 
-def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, operation: Operation) -> tuple[list[Any], list[int]]:
+def _batch(
+    operands: Sequence[Any], axes: Sequence[int | None], *, operation: Operation, mapped: int
+) -> tuple[list[Any], list[int]]:
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
     def in_front(x: Any, axis: int | None) -> Any:
         return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
 
     moved = [in_front(x, axis) for x, axis in zip(operands, axes, strict=True)]
-    batch = moved[0].shape[1]
-    folded = [jnp.reshape(x, (size * batch, *x.shape[2:])) for x in moved]
-    results = call(operation, *folded)
-    return [jnp.reshape(x, (size, batch, *x.shape[1:])) for x in results], [0] * len(results)
+    results = kernel_call_p.bind(*vary(varying_axes(moved), *moved), operation=operation, mapped=mapped + 1)
+    return results, [0] * len(results)
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
-    partitioned = partition.partitioned(functools.partial(_local_call, operation), operation.dimensions, ctx.avals_in)
-    return mlir.lower_fun(partitioned, multiple_results=True)(ctx, *operands)
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation, mapped: int) -> Any:
+    part = functools.partial(_local_call, operation, mapped)
+    avals: Sequence[Any] = ctx.avals_in
+    partitioned = partition.partitioned(part, _dimensions(operation, mapped), avals)
+    lowered = mlir.lower_fun(partitioned, multiple_results=True)
+    if AxisType.Explicit not in avals[0].sharding.mesh.axis_types:
+        return lowered(ctx, *operands)
+    return _without_mesh(lowered, ctx, *operands)
 
 
-def _local_call(operation: Operation, split: partition.Split, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(local_call_p.bind(*operands, operation=operation))
+def _without_mesh(lowered: Any, ctx: mlir.LoweringRuleContext, *operands: Any) -> Any:
+    """Lowers with types that know no mesh, whatever mesh the caller has set: for one device's part of a call."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        avals: Sequence[Any] = ctx.avals_in
+        return lowered(ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in avals]), *operands)
+
+
+def _local_call(
+    operation: Operation, mapped: int, split: partition.Split, *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    if not mapped:
+        return tuple(local_call_p.bind(*operands, operation=operation))
+    leading = operands[0].shape[: mapped + 1]
+    folded = (jnp.reshape(x, _fold(x.shape, mapped)) for x in operands)
+    results = local_call_p.bind(*folded, operation=operation)
+    return tuple(jnp.reshape(x, (*leading, *x.shape[1:])) for x in results)
 
 
 def _lower_local_elsewhere(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
-    # One device's part of the call knows no mesh, whatever mesh the caller has set.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        avals: Sequence[Any] = ctx.avals_in
-        local = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in avals])
-        return mlir.lower_fun(operation.elsewhere, multiple_results=True)(local, *operands)
+    return _without_mesh(mlir.lower_fun(operation.elsewhere, multiple_results=True), ctx, *operands)
 
 
 def _lower_local_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation) -> Any:
@@ -214,7 +244,7 @@ unavailable_reason()
 
 for _primitive in (kernel_call_p, local_call_p):
     _primitive.def_abstract_eval(_abstract_eval)
-    _primitive.def_impl(_impl)
+kernel_call_p.def_impl(_impl)
 batching.primitive_batchers[kernel_call_p] = _batch
 mlir.register_lowering(kernel_call_p, _lower)
 mlir.register_lowering(local_call_p, _lower_local_elsewhere)

@@ -1,4 +1,4 @@
-"""How a planned call is split over a mesh: by batch and by heads, nothing else.
+"""How a planned call is split over a mesh: by batch, by heads and by axes that ``vmap`` has added, nothing else.
 
 Axes are named per operand and result (:class:`Dimensions`). Query heads are the compound of key heads and the group's
 heads, ``n = k * g``, key head major: a mesh axis that splits query heads splits key heads alike as long as there are
@@ -9,6 +9,7 @@ key heads (a gradient): it would be a sum over devices.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,15 @@ from jax.sharding import PartitionSpec as P
 BATCH, QUERY_HEADS, KEY_HEADS = "b", "n", "k"
 """Names of the axes that may be split; every other name must be replicated."""
 
+MAPPED = "0123456789"
+"""Names of axes that ``vmap`` has added, the outermost last. They may be split too, like the batch."""
+
 
 @dataclass(frozen=True)
 class Dimensions:
     """Names of the axes of each operand and each result, e.g. ``("btnh", "bskh", "bskv")`` and ``("btnv", "bnt")``.
 
-    One letter an axis; ``b``, ``n`` and ``k`` as above. The first operand has all of ``b`` and ``n``.
+    One character an axis; ``b``, ``n``, ``k`` and digits as above. The first operand has all of ``b`` and ``n``.
     """
 
     operands: tuple[str, ...]
@@ -36,6 +40,18 @@ class Dimensions:
     def splits_groups(self) -> bool:
         """Whether the query heads of one key head may lie on several devices."""
         return not any(KEY_HEADS in names for names in self.results)
+
+    def under_vmap(self, batched: Sequence[bool] | None = None) -> Dimensions:
+        """With one more axis in front of all results and of the ``batched`` operands (default: of all)."""
+        name = next(name for name in MAPPED if not any(name in names for names in self.operands))
+        batched = (True,) * len(self.operands) if batched is None else batched
+        operands = (name + names if b else names for names, b in zip(self.operands, batched, strict=True))
+        return Dimensions(tuple(operands), tuple(name + names for names in self.results))
+
+    @property
+    def mapped(self) -> tuple[str, ...]:
+        """Names of the axes that ``vmap`` has added."""
+        return tuple(name for name in MAPPED if any(name in names for names in self.operands))
 
     def size(self, name: str, operands: Sequence[Any]) -> int:
         """Length of an axis, from operands with ``shape``."""
@@ -53,10 +69,11 @@ class Split:
     batch: Axes = ()
     query_heads: Axes = ()
     key_heads: Axes = ()
+    mapped: tuple[tuple[str, Axes], ...] = ()
 
     def spec(self, names: str) -> P:
         """Partition spec of an array with these axes."""
-        table = {BATCH: self.batch, QUERY_HEADS: self.query_heads, KEY_HEADS: self.key_heads}
+        table = {BATCH: self.batch, QUERY_HEADS: self.query_heads, KEY_HEADS: self.key_heads, **dict(self.mapped)}
         return P(*(_entry(table.get(name, ())) for name in names))
 
 
@@ -68,23 +85,29 @@ def _axes(entry: Any) -> Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def choose_split(dimensions: Dimensions, operands: Sequence[Any], spec: P, axis_sizes: dict[str, int]) -> Split:
-    """The split that follows the first operand's as far as the call allows.
+def choose_split(
+    dimensions: Dimensions, operands: Sequence[Any], specs: Sequence[P], axis_sizes: dict[str, int]
+) -> Split:
+    """The split that follows the operands' as far as the call allows.
 
     Args:
       dimensions: names of the axes.
       operands: with global ``shape``.
-      spec: how the first operand is partitioned.
+      specs: how the operands are partitioned. The first decides on batch and heads; on each axis that ``vmap`` has
+        added, the first that splits it.
       axis_sizes: sizes of the mesh axes.
 
     Returns:
       A split in which every local call is a whole call: batch divisible, each device's query heads attend to that
       device's key heads.
     """
-    names = dimensions.operands[0]
-    entries = [*spec, *(None,) * (len(names) - len(spec))]
-    batch = _divisible(_axes(entries[names.index(BATCH)]), dimensions.size(BATCH, operands), axis_sizes)
-    heads = _axes(entries[names.index(QUERY_HEADS)])
+
+    def axes_of(name: str, names: str, spec: P) -> Axes:
+        position = names.find(name)
+        return _axes(spec[position]) if 0 <= position < len(spec) else ()
+
+    batch_axes, heads = (axes_of(name, dimensions.operands[0], specs[0]) for name in (BATCH, QUERY_HEADS))
+    batch = _divisible(batch_axes, dimensions.size(BATCH, operands), axis_sizes)
     key_heads = dimensions.size(KEY_HEADS, operands)
     group = dimensions.size(QUERY_HEADS, operands) // key_heads
     for_keys = _divisible(heads, key_heads, axis_sizes)
@@ -92,7 +115,16 @@ def choose_split(dimensions: Dimensions, operands: Sequence[Any], spec: P, axis_
     # The group's heads can be split only where a device has a single key head: its query heads are contiguous then.
     may_split_group = dimensions.splits_groups and for_keys_size == key_heads
     for_group = _divisible(heads[len(for_keys) :], group, axis_sizes) if may_split_group else ()
-    return Split(batch, for_keys + for_group, for_keys)
+    used = {*batch, *for_keys, *for_group}
+    mapped = []
+    for name in dimensions.mapped:
+        given = (axes_of(name, names, spec) for names, spec in zip(dimensions.operands, specs, strict=True))
+        free = tuple(axis for axis in next(filter(None, given), ()) if axis not in used)
+        axes = _divisible(free, dimensions.size(name, operands), axis_sizes)
+        used.update(axes)
+        if axes:
+            mapped.append((name, axes))
+    return Split(batch, for_keys + for_group, for_keys, tuple(mapped))
 
 
 def _divisible(axes: Axes, size: int, axis_sizes: dict[str, int]) -> Axes:
@@ -108,7 +140,8 @@ def _divisible(axes: Axes, size: int, axis_sizes: dict[str, int]) -> Axes:
 def explicit_specs(dimensions: Dimensions, operands: Sequence[Any]) -> list[P]:
     """Partition specs of the results where mesh axes are of Explicit type, from the operands' avals."""
     sharding = operands[0].sharding
-    split = choose_split(dimensions, operands, sharding.spec, dict(sharding.mesh.shape))
+    specs = [x.sharding.spec for x in operands]
+    split = choose_split(dimensions, operands, specs, dict(sharding.mesh.shape))
     return [split.spec(names) for names in dimensions.results]
 
 
@@ -120,28 +153,36 @@ def sharding_rule(dimensions: Dimensions, operands: Sequence[Any]) -> tuple[str,
     key_heads = dimensions.size(KEY_HEADS, operands)
     group = dimensions.size(QUERY_HEADS, operands) // key_heads
     heads = ("k",) if group == 1 else ("g",) if key_heads == 1 else ("k", "g")
-    splittable = {BATCH}
+    splittable = {BATCH, *map(_factor, dimensions.mapped)}
     if "k" in heads:
         splittable.add("k")
     if dimensions.splits_groups:
         splittable.add("g")
 
-    def factors(name: str) -> tuple[str, ...]:
-        return heads if name == QUERY_HEADS else (name,)
+    # Every other axis has a factor of its own in each array: the partitioner carries no split of it from one to
+    # another, such as that of a sequence which a caller splits in the results.
+    numbers = itertools.count()
 
-    def axis(name: str) -> str:
-        return f"({' '.join(factors(name))})" if len(factors(name)) > 1 else factors(name)[0]
+    def axis(name: str) -> tuple[str, ...]:
+        if name == QUERY_HEADS:
+            return heads
+        factor = _factor(name)
+        return (factor,) if factor in splittable or factor in heads else (f"{factor}{next(numbers)}",)
 
-    def text(arrays: tuple[str, ...]) -> str:
-        return ", ".join(" ".join(map(axis, names)) for names in arrays)
-
+    rows = [[axis(name) for name in names] for names in dimensions.operands + dimensions.results]
+    texts = [" ".join(f"({' '.join(fs)})" if len(fs) > 1 else fs[0] for fs in row) for row in rows]
+    count = len(dimensions.operands)
     # Shardy wants special factors in the order in which the rule first names them.
-    names = "".join(dimensions.operands + dimensions.results)
-    order = dict.fromkeys(factor for name in names for factor in factors(name))
+    order = dict.fromkeys(factor for row in rows for fs in row for factor in fs)
     arguments: dict[str, Any] = {"need_replication_factors": tuple(f for f in order if f not in splittable)}
     if len(heads) > 1:
         arguments["g"] = group
-    return f"{text(dimensions.operands)} -> {text(dimensions.results)}", arguments
+    return f"{', '.join(texts[:count])} -> {', '.join(texts[count:])}", arguments
+
+
+def _factor(name: str) -> str:
+    """Shardy's factors have names that begin with a letter."""
+    return f"m{name}" if name in MAPPED else name
 
 
 def partitioned(
@@ -156,7 +197,8 @@ def partitioned(
     """
 
     def split_call(mesh: Mesh, arg_shapes: Any, result_shapes: Any) -> Any:
-        split = choose_split(dimensions, arg_shapes, arg_shapes[0].sharding.spec, dict(mesh.shape))
+        specs = [x.sharding.spec for x in arg_shapes]
+        split = choose_split(dimensions, arg_shapes, specs, dict(mesh.shape))
 
         def shardings(arrays: tuple[str, ...]) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, split.spec(names)) for names in arrays)

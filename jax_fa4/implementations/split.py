@@ -117,34 +117,39 @@ def _summed(gradient: Array, axes: str, split: Split) -> Array:
 
 
 def _run(part: Local, dimensions: Dimensions, arrays: Sequence[Array]) -> tuple[Array, ...]:
-    whole = functools.partial(part, Split())
     mesh = jax.typeof(arrays[0]).sharding.mesh
     if AxisType.Manual in mesh.axis_types:
-        return whole(*arrays)
-    if AxisType.Explicit in mesh.axis_types:
-        return _run_explicit(part, dimensions, arrays)
+        return part(Split(), *arrays)
 
     @custom_vmap
     def run(*arrays: Array) -> tuple[Array, ...]:
+        if AxisType.Explicit in mesh.axis_types:
+            return _run_explicit(part, dimensions, arrays)
         return partitioned(part, dimensions, arrays)(*arrays)
 
     @run.def_vmap
     def mapped(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
-        # Partitioning rules cannot be batched: under vmap, XLA's own partitioner splits the loops.
-        results = jax.vmap(whole, in_axes=[0 if b else None for b in batched], axis_size=size)(*arrays)
+        # Partitioning rules cannot be batched: the mapped axis becomes one of the call's own, and may be split.
+        axes = [0 if b else None for b in batched]
+
+        def mapped_part(split: Split, *arrays: Array) -> tuple[Array, ...]:
+            return jax.vmap(functools.partial(part, split), in_axes=axes)(*arrays)
+
+        results = _run(mapped_part, dimensions.under_vmap(batched), arrays)
         return results, tuple(True for _ in results)
 
     return run(*arrays)
 
 
 def _run_explicit(part: Local, dimensions: Dimensions, arrays: Sequence[Array]) -> tuple[Array, ...]:
-    sharding = jax.typeof(arrays[0]).sharding
-    split = choose_split(dimensions, arrays, sharding.spec, dict(sharding.mesh.shape))
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    specs = [jax.typeof(x).sharding.spec for x in arrays]
+    split = choose_split(dimensions, arrays, specs, dict(mesh.shape))
     run = jax.shard_map(
         functools.partial(part, split),
         in_specs=tuple(split.spec(axes) for axes in dimensions.operands),
         out_specs=tuple(split.spec(axes) for axes in dimensions.results),
         check_vma=False,  # no differentiation passes through here, and the sums are explicit
     )
-    wanted = (NamedSharding(sharding.mesh, split.spec(axes)) for axes in dimensions.operands)
+    wanted = (NamedSharding(mesh, split.spec(axes)) for axes in dimensions.operands)
     return run(*(jax.sharding.reshard(x, want) for x, want in zip(arrays, wanted, strict=True)))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_fa4 import dispatch
-from jax_fa4.api import attention
 from jax_fa4.arguments import check
 from jax_fa4.config import AttentionConfig, Operands
 from jax_fa4.implementations import registered
@@ -24,29 +22,6 @@ from jax_fa4.parallel.tasks import Task
 from jax_fa4.parallel.ulysses import ulysses_core
 from jax_fa4.varying import vary, varying_axes
 from jax_fa4.vjp import attend
-
-
-class Options(TypedDict, total=False):
-    """Keyword arguments of :func:`jax_fa4.attention` that the strategies take, with the same defaults."""
-
-    scale: ArrayLike | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int | None, int | None] | None
-    query_segment_ids: ArrayLike | None
-    key_value_segment_ids: ArrayLike | None
-    logits_soft_cap: float | None
-    sinks: ArrayLike | None
-    query_offset: ArrayLike
-    deterministic: bool
-
-
-_DEFAULTS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention).parameters.items()
-    if name in Options.__annotations__
-}
 
 
 class _Call(NamedTuple):
@@ -92,15 +67,12 @@ def _prepare(
     axis_name: str,
     layout: str,
     implementation: str | None,
-    options: Options,
+    **options: Any,
 ) -> _Call:
-    unknown = sorted(options.keys() - _DEFAULTS.keys())
-    if unknown:
-        raise TypeError(f"{', '.join(unknown)}: unknown keyword; expected {', '.join(_DEFAULTS)}")
     layouts.check(layout)
     if implementation == dispatch.CUDNN:
         raise ValueError("implementation: got 'cudnn', which gives no differentiable log-sum-exp; expected another one")
-    config, operands, batched = check(query, key, value, None, None, **{**_DEFAULTS, **options})
+    config, operands, batched = check(query, key, value, None, None, **options)
     devices = _axis_size(axis_name)
     query_chunk = layouts.chunk_length(layout, operands.query.shape[1], "query")
     key_chunk = layouts.chunk_length(layout, operands.key.shape[1], "key")
@@ -130,7 +102,17 @@ def ring_attention(
     layout: str = "contiguous",
     implementation: str | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    deterministic: bool = True,
 ) -> Array | tuple[Array, Array]:
     """Ring attention: K/V pieces travel around the axis, partial results merge by their log-sum-exp in float32.
 
@@ -147,9 +129,10 @@ def ring_attention(
         and the (2·P-1-r)-th, which balances causal work; :func:`jax_fa4.parallel.to_layout` reorders global arrays.
       implementation: as for :func:`jax_fa4.attention`, for the attention of one chunk of queries to one of keys.
       return_lse: also return the log-sum-exp.
-      **options: the keywords of :func:`jax_fa4.attention` in :class:`Options`, with the same meaning. Positions are
-        those of the whole sequence; query_seq_lengths and key_value_seq_lengths, int32 (B,), count the whole sequence
-        and are the same on all devices; query_segment_ids (B, T) and key_value_segment_ids (B, S) are local pieces.
+      scale, is_causal, local_window_size, logits_soft_cap, sinks, query_offset, deterministic: as for
+        :func:`jax_fa4.attention`. Positions are those of the whole sequence.
+      query_seq_lengths, key_value_seq_lengths: int32 (B,), of the whole sequence, the same on all devices.
+      query_segment_ids, key_value_segment_ids: integers (B, T) and (B, S), local pieces.
 
     Returns:
       (B, T, N, Hv) in query's dtype; with ``return_lse`` a pair with lse, float32 (B, N, T). With shard_map's
@@ -158,7 +141,25 @@ def ring_attention(
     Raises:
       ValueError, TypeError: an argument is illegal, or ``axis_name`` is no mesh axis of an enclosing shard_map.
     """
-    call = _prepare(query, key, value, axis_name, layout, implementation, options)
+    call = _prepare(
+        query,
+        key,
+        value,
+        axis_name,
+        layout,
+        implementation,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        query_offset=query_offset,
+        deterministic=deterministic,
+    )
     # Sinks join once, after all keys: a partial result must not contain them.
     operands = call.operands._replace(sinks=None)
     first = Task((0, 1), (0, 1), "placed")  # what serves the most general task serves the others
@@ -193,13 +194,41 @@ def all_gather_attention(
     layout: str = "contiguous",
     implementation: str | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    deterministic: bool = True,
 ) -> Array | tuple[Array, Array]:
     """All-gather attention: K/V are collected on every device, dK/dV reduce-scattered.
 
     Arguments, results and errors as for :func:`ring_attention`. Each device holds the whole K/V for a while.
     """
-    call = _prepare(query, key, value, axis_name, layout, implementation, options)
+    call = _prepare(
+        query,
+        key,
+        value,
+        axis_name,
+        layout,
+        implementation,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        query_offset=query_offset,
+        deterministic=deterministic,
+    )
     out, lse = all_gather_core(call.attend, call.config, call.operands, call.placement)
     return call.finish(out, lse, return_lse)
 
@@ -213,13 +242,41 @@ def ulysses_attention(
     layout: str = "contiguous",
     implementation: str | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    deterministic: bool = True,
 ) -> Array | tuple[Array, Array]:
     """Ulysses attention: all-to-all turns a split of the sequence into a split of the heads, and back.
 
     Arguments, results and errors as for :func:`ring_attention`. P must divide N, and K must divide P or P divide K.
     """
-    call = _prepare(query, key, value, axis_name, layout, implementation, options)
+    call = _prepare(
+        query,
+        key,
+        value,
+        axis_name,
+        layout,
+        implementation,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        query_offset=query_offset,
+        deterministic=deterministic,
+    )
     config = dataclasses.replace(call.config, query_offset=call.placement.query_offset)
     out, lse = ulysses_core(call.attend, config, call.operands, call.placement)
     return call.finish(out, lse, return_lse)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_fa4.api import attention_with_lse
 from jax_fa4.parallel import layout as layouts
-from jax_fa4.parallel.api import Options, all_gather_attention, ring_attention, ulysses_attention
+from jax_fa4.parallel.api import all_gather_attention, ring_attention, ulysses_attention
 
 _STRATEGIES: dict[str, Callable] = {
     "ring": ring_attention,
@@ -67,8 +67,8 @@ def make_attention(
       return_lse: the function returns (out, lse).
 
     Returns:
-      ``function(query, key, value, **options)`` for query (B, T, N, H), key (B, S, K, H) and value (B, S, K, Hv); the
-      options are :class:`jax_fa4.parallel.api.Options` with global arrays. For use inside or outside jit.
+      A function of global arrays, for use inside or outside jit: query (B, T, N, H), key (B, S, K, H), value
+      (B, S, K, Hv), and as keywords those of :func:`jax_fa4.attention` but bias, mask and return_residual.
 
     Raises:
       ValueError: an unknown axis, strategy or layout, or an axis used twice. The returned function raises ValueError
@@ -105,17 +105,45 @@ def make_attention(
                     f"of mesh axes {names}"
                 )
 
-    def function(query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Any) -> Any:
+    def function(
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        scale: ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        local_window_size: int | tuple[int | None, int | None] | None = None,
+        query_segment_ids: ArrayLike | None = None,
+        key_value_segment_ids: ArrayLike | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: ArrayLike | None = None,
+        query_offset: ArrayLike = 0,
+        deterministic: bool = True,
+    ) -> Any:
+        static: dict[str, Any] = dict(
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            deterministic=deterministic,
+        )
+        options: dict[str, Any] = dict(
+            scale=scale,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            sinks=sinks,
+            query_offset=query_offset,
+        )
         operands = {name: jnp.asarray(x) for name, x in (("query", query), ("key", key), ("value", value))}
         for name, x in operands.items():
             if x.ndim != 4:
                 raise ValueError(f"{name}: got shape {x.shape}; expected 4 dimensions, (B, length, heads, head_dim)")
             check_divides(name, x)
-        unknown = sorted(options.keys() - Options.__annotations__.keys())
-        if unknown:
-            raise TypeError(f"{', '.join(unknown)}: unknown keyword; expected {', '.join(Options.__annotations__)}")
-        arrays = {name: x for name, x in options.items() if _is_array(name, x)}
-        static = {name: x for name, x in options.items() if name not in arrays}
+        arrays = {name: x for name, x in options.items() if _is_array(x)}
+        static |= {name: x for name, x in options.items() if name not in arrays}
 
         def local(operands: dict[str, Array], arrays: dict[str, Array]) -> tuple[Array, Array]:
             arguments = {**operands, **static, **arrays, "implementation": implementation}
@@ -140,10 +168,6 @@ def make_attention(
     return function
 
 
-def _is_array(name: str, x: Any) -> bool:
-    """Whether an option goes through shard_map as an array. Python numbers stay static."""
-    return (
-        x is not None
-        and name not in ("is_causal", "local_window_size", "logits_soft_cap", "deterministic")
-        and (hasattr(x, "shape") or isinstance(x, list | tuple))
-    )
+def _is_array(x: Any) -> bool:
+    """Whether an option goes through shard_map as an array. Python numbers and None stay static."""
+    return hasattr(x, "shape") or isinstance(x, list | tuple)
