@@ -15,7 +15,7 @@ from jax_fa4.kernels.spec import standard_specs
 
 
 def test_every_subcommand_explains_itself(capsys):
-    for command in ("info", "compile", "selftest"):
+    for command in ("info", "compile", "selftest", "bench"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
