@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.sm100.forward.config import SHARED_LIMIT, ForwardConfig
 from jax_fa4.kernels.sm100.forward.edges import edge_specs
 from jax_fa4.kernels.sm100.forward.shared import SharedMap
@@ -41,7 +42,30 @@ def make_spec(head_dims: tuple[int, int], mask: str = "none", **fields) -> Kerne
     return KernelSpec.create(**named, mask=mask, **fields)
 
 
-@pytest.mark.parametrize("spec", standard_specs([ARCH], ["forward"]), ids=lambda spec: spec.name)
+RELEASED = standard_specs([ARCH], ["forward"])
+
+
+def in_short_mode(spec: KernelSpec) -> bool:
+    """Variants that other tests of the core sets compile too: float16, another head dim, pairs, packed groups."""
+    dims, dense = (spec.head_dim, spec.head_dim_v), (spec.mask, spec.varlen, spec.pack_gqa) == ("none", False, False)
+    if spec.tile.option("exp2fma") == 0 and dims == (128, 128):
+        return False
+    if spec.tile.option("ctas") == 2:
+        return dims == (128, 128) and dense and spec.dtype == "bfloat16"
+    if spec.pack_gqa:
+        return (spec.mask, spec.varlen, spec.dtype, dims) == ("causal", True, "bfloat16", (64, 64))
+    return dense and (spec.dtype, *dims) in (("float16", 128, 128), ("bfloat16", 192, 192))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The long mode looks at every kernel of a release."""
+    if "released" in metafunc.fixturenames:
+        long = metafunc.config.getoption("--long")
+        chosen = [spec for spec in RELEASED if long or in_short_mode(spec)]
+        metafunc.parametrize("released", chosen, ids=lambda spec: spec.name)
+
+
+@pytest.mark.parametrize("spec", RELEASED, ids=lambda spec: spec.name)
 def test_budgets(spec):
     config = ForwardConfig.from_spec(spec)
     assert SharedMap.of(config).size <= SHARED_LIMIT
@@ -52,29 +76,37 @@ def test_budgets(spec):
     assert edges["q"].empty == (2 if config.o_over_q else 1)
 
 
-@pytest.fixture(scope="module", params=HEAD_DIMS, ids=str)
-def compiled(request):
-    """(config, artefact, machine code) of one head dim."""
+def load(spec: KernelSpec) -> tuple[ForwardConfig, Artefact, sass.Machine]:
+    """(config, artefact, machine code) of a kernel."""
     if sass.nvdisasm() is None:
         pytest.skip("needs nvdisasm to read machine code")
-    spec = make_spec(request.param)
     artefact = default_store().load(spec)
     return ForwardConfig.from_spec(spec), artefact, sass.Machine.of(artefact.cubin)
 
 
-def test_size_and_spills(compiled):
-    _, artefact, machine = compiled
+def assert_within_budget(config: ForwardConfig, artefact: Artefact, machine: sass.Machine) -> None:
+    """The size of the file, no spills, and in each role no more registers than it asks for."""
     assert len(artefact.cubin) < ARTEFACT_LIMIT
     everything = machine.count()
     assert everything["LDL"] == everything["STL"] == 0
-
-
-def test_registers(compiled):
-    config, _, machine = compiled
     regions = machine.register_regions()
     assert sorted(granted for granted, _ in regions) == sorted(config.registers)
     for granted, used in regions:
         assert used <= granted
+
+
+@pytest.fixture(scope="module", params=HEAD_DIMS, ids=str)
+def compiled(request):
+    """:func:`load` of one head dim."""
+    return load(make_spec(request.param))
+
+
+def test_size_spills_and_registers(compiled):
+    assert_within_budget(*compiled)
+
+
+def test_size_spills_and_registers_of_other_kernels(released):
+    assert_within_budget(*load(released))
 
 
 def test_softmax_instructions(compiled):

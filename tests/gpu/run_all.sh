@@ -58,6 +58,8 @@ fi
 if wanted figures; then
   say "launch overhead"
   timeout 150 python3 benchmarks/launch_overhead.py --out "$out/launch_overhead.md"
+  say "short grouped queries"
+  timeout 100 python3 benchmarks/decoding.py --out "$out/decoding.md"
   say "memory"
   timeout 200 python3 benchmarks/memory.py --out "$out/memory.md"
   say "selftest"
