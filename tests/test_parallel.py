@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fa4
 from jax_fa4 import parallel
+from jax_fa4.parallel import gather
 
 STRATEGIES = {
     "ring": parallel.ring_attention,
@@ -177,6 +178,24 @@ def test_only_the_collectives_that_the_strategy_needs(strategy) -> None:
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
     found = set(re.findall(rf"= [^=]*? ({kinds})(?:-start)?\(", text))
     assert found == COLLECTIVES[strategy]
+
+
+@pytest.mark.parametrize("mask", ["lengths", "sinks"])
+def test_all_gather_in_groups_of_heads(mask, monkeypatch) -> None:
+    """As large operands are gathered: one collective for the keys and one for the values of each group."""
+    heads = []
+
+    def chunks(call, config, operands, placement, original=gather._chunks):
+        heads.append((operands.query.shape[2], operands.key.shape[2]))
+        return original(call, config, operands, placement)
+
+    monkeypatch.setattr(gather, "GROUP_BYTES", 1)
+    monkeypatch.setattr(gather, "_chunks", chunks)
+    got, text = sharded_results("all_gather", mask, "zigzag", 2)
+    assert heads == [(2, 1)] * 4
+    assert_matches(got(), expected(mask))
+    found = set(re.findall(r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text))
+    assert found == COLLECTIVES["all_gather"] | ({"all-reduce"} if mask == "sinks" else set())
 
 
 def permutes(window: tuple) -> list[int]:

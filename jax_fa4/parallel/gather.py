@@ -16,21 +16,64 @@ from jax_fa4.config import AttentionConfig, Operands
 from jax_fa4.parallel import layout as layouts
 from jax_fa4.parallel.block import Placement, slice_chunks
 
+GROUP_BYTES = 64 * 2**20
+"""Gathered keys and values come in groups of heads of this size at least. Enough for the links' full speed, and more
+than XLA joins into one collective (30 MiB)."""
+MAX_GROUPS = 4
+
 
 def gather_sequence(x: Array, placement: Placement) -> Array:
     """Local (B, S_local, …) to global (B, S, …) in the order of the sequence."""
-    whole = lax.all_gather(x, placement.axis_name, axis=1, tiled=True)
+    return _ordered(lax.all_gather(x, placement.axis_name, axis=1, tiled=True), placement)
+
+
+def _ordered(whole: Array, placement: Placement) -> Array:
     return layouts.from_layout(whole, placement.devices, layout=placement.layout, axis=1)
 
 
+def head_groups(operands: Operands, devices: int) -> int:
+    """In how many groups of heads keys and values are gathered: one, or two or four where they are large."""
+    size = devices * (operands.key.nbytes + operands.value.nbytes)
+    key_heads = operands.key.shape[2]
+    return max(n for n in (1, 2, MAX_GROUPS) if n == 1 or (key_heads % n == 0 and size // n >= GROUP_BYTES))
+
+
 def all_gather_core(call, config: AttentionConfig, operands: Operands, placement: Placement) -> tuple[Array, Array]:
-    """(out, lse) of this device's queries. ``call(config, operands)`` is differentiable attention on whole operands."""
+    """(out, lse) of this device's queries. ``call(config, operands)`` is differentiable attention on whole operands.
+
+    Heads attend one group after the other, so that all transfers but those of the first group (in the backward: of the
+    last) have the attention of another group to hide under.
+    """
+    groups = head_groups(operands, placement.devices)
+    queries, keys, values = (jnp.split(x, groups, 2) for x in (operands.query, operands.key, operands.value))
+    sinks = [None] * groups if operands.sinks is None else jnp.split(operands.sinks, groups)
+    gathered = [
+        tuple(lax.all_gather(x, placement.axis_name, axis=1, tiled=True) for x in pair)
+        for pair in zip(keys, values, strict=True)
+    ]
     ids = operands.key_value_segment_ids
-    whole = operands._replace(
-        key=gather_sequence(operands.key, placement),
-        value=gather_sequence(operands.value, placement),
-        key_value_segment_ids=None if ids is None else gather_sequence(ids, placement),
-    )
+    ids = None if ids is None else gather_sequence(ids, placement)
+    outs: list[Array] = []
+    lses: list[Array] = []
+    for query, (key, value), sink in zip(queries, gathered, sinks, strict=True):
+        if lses:
+            # XLA would else reorder what arrives as early as it can, and wait before the attention that hides it.
+            key, value, lses[-1] = lax.optimization_barrier((key, value, lses[-1]))
+        whole = operands._replace(
+            query=query,
+            key=_ordered(key, placement),
+            value=_ordered(value, placement),
+            key_value_segment_ids=ids,
+            sinks=sink,
+        )
+        out, lse = _chunks(call, config, whole, placement)
+        outs.append(out)
+        lses.append(lse)
+    return jnp.concatenate(outs, 2), jnp.concatenate(lses, 1)
+
+
+def _chunks(call, config: AttentionConfig, operands: Operands, placement: Placement) -> tuple[Array, Array]:
+    """(out, lse) of this device's queries, one chunk of them after the other; key and value are whole."""
     outs, lses = [], []
     for chunk in range(layouts.chunks_per_device(placement.layout)):
         start = placement.query_position(chunk)
@@ -38,7 +81,7 @@ def all_gather_core(call, config: AttentionConfig, operands: Operands, placement
         ids, lengths = operands.query_segment_ids, operands.query_lengths
         out, lse = call(
             config,
-            whole._replace(
+            operands._replace(
                 query=rows(operands.query),
                 query_segment_ids=None if ids is None else rows(ids),
                 query_lengths=None if lengths is None else placement.remaining(lengths, start, placement.query_chunk),
