@@ -40,6 +40,10 @@ from jax_fa4 import parallel
 
 GIB = 2**30
 DIRECTIONS = ("forward", "both")
+BURST_SECONDS = 0.2
+"""Of calls queued behind each other: dispatch to several GPUs takes a millisecond, which a program of many layers pays
+once."""
+
 ALONE = "one GPU"
 COLUMNS = {
     "strategy": "strategy",
@@ -218,7 +222,7 @@ class Bench:
         total = 0.0
         for problem in self.problems:
             once = problem.flop / self.mesh.size / rate / 1e12 * (len(self.arguments.strategies) + 1)
-            total += 2 * once + max(self.arguments.seconds, 3 * once)
+            total += 2 * once + max(self.arguments.seconds, 2 * 3 * once)
             if problem.length == min(self.arguments.lengths):
                 total += once * (self.arguments.repeat + self.mesh.size + 4)
         return total
@@ -246,8 +250,8 @@ class Bench:
         calls = {name: functools.partial(p, *(small if name == ALONE else large)) for name, p in programs.items()}
         first = {name: _timed(call) for name, call in calls.items()}  # loads modules, opens connections
         once = sum(_timed(call) for call in calls.values())
-        bursts = max(3, min(9, int(self.arguments.seconds / max(once, 0.05 * len(calls)))))
-        timings = compare(calls, bursts=bursts, burst_seconds=0.05, min_calls=1, max_calls=16)
+        bursts = max(3, min(9, int(self.arguments.seconds / max(once, BURST_SECONDS * len(calls)))))
+        timings = compare(calls, bursts=bursts, burst_seconds=BURST_SECONDS, min_calls=2, max_calls=16)
         alone = reduced.flop / timings[ALONE].median / 1e12
         whole = self.whole(problem, large) if problem.length == min(self.arguments.lengths) else None
         found = []
