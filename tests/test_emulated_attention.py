@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fa4
 from jax_fa4.implementations import base, fa4
-from jax_fa4.kernels import store
+from jax_fa4.kernels import select, store
 from tests.compiled import own_store, require_kernels
 from tests.emulator.launch import executor
 
@@ -146,10 +146,9 @@ def test_ring_on_four_devices():
     close(got, want, 0.1)
 
 
-@pytest.mark.filterwarnings("error:jax_fa4 computes the gradients")
-def test_gradients_in_vmap_and_scan():
+def assert_gradients_in_vmap_and_scan(dim: int):
     """Forward and backward kernels under jit, inside vmap (one operand unmapped) and inside scan."""
-    query, key, value = operands(batch=3, length=24, keys=24)
+    query, key, value = operands(batch=3, length=24, keys=24, dim=dim)
 
     def loss(implementation, query, key, value):
         function = functools.partial(jax_fa4.attention_with_lse, is_causal=True, implementation=implementation)
@@ -165,3 +164,16 @@ def test_gradients_in_vmap_and_scan():
     arrays = query, key[:1], value
     got, want = (jax.jit(jax.grad(functools.partial(loss, i), (0, 1, 2)))(*arrays) for i in (NAME, "xla"))
     close(got, want, 5e-2)
+
+
+@pytest.mark.filterwarnings("error:jax_fa4 computes the gradients")
+def test_gradients_in_vmap_and_scan():
+    assert_gradients_in_vmap_and_scan(dim=64)
+
+
+@pytest.mark.filterwarnings("error:jax_fa4 computes the gradients")
+@pytest.mark.parametrize("emulated", ["sm_100f"], indirect=True)
+def test_gradients_by_pairs_of_ctas(monkeypatch):
+    """The kernel that calls with many keys get."""
+    monkeypatch.setattr(select, "BACKWARD_PAIR_KEYS", 1)
+    assert_gradients_in_vmap_and_scan(dim=128)

@@ -3,13 +3,16 @@
 The default run plants a few faults of each kind, spread over the kernel; ``--long`` plants all of them.
 """
 
+import re
+
 import pytest
 
 from tests.compiled import require_kernels
 from tests.emulator import attention_backward as backward
-from tests.emulator.attention import artefact, assert_right, run_forward
+from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
 from tests.emulator.cases import SM100_BACKWARD_FAULTS as BACKWARD
 from tests.emulator.cases import SM100_FAULTS as CASE
+from tests.emulator.cases import SM100_PAIR_FAULTS as PAIR
 from tests.emulator.errors import EmulatorError
 from tests.emulator.launch import Options
 from tests.emulator.mutants import RULES, faults, sample
@@ -36,6 +39,16 @@ BACKWARD_KINDS = (
     "tcgen05 load wait removed",
 )
 """Kinds of which every fault in the backward must be found."""
+
+SEND = "cp.async.bulk.shared::cluster.shared::cta"
+"""The copy of dS to the peer; the relay warp's other instructions are within RELAY_LINES of it."""
+
+RELAY_LINES = 20
+MISDIRECTED = {
+    "copy to the sender's own dS": (r"mapa\S+ target, (%\w+), %\w+;", r"mov.b32 target, \1;"),
+    "part of the copy": (r"\], 16384, \[barrier", "], 16368, [barrier"),
+}
+"""Faults that only an exchange has: what is wrong -> (pattern, replacement)."""
 
 
 def kinds() -> list[str]:
@@ -88,27 +101,58 @@ def test_schedules_of_the_kernel_itself_are_clean(operands, pytestconfig):
         assert_right(CASE, operands, run_forward(CASE, operands, options(seed)))
 
 
-def backward_is_right(given, seed: int, texts: dict[str, str]) -> bool:
-    try:
-        backward.assert_right(BACKWARD, given, backward.run_backward(BACKWARD, given, options(seed), texts=texts))
-    except (EmulatorError, AssertionError):
+class Backward:
+    """A backward whose main kernel gets faults; ``pair``: on pairs of CTAs."""
+
+    def __init__(self, case: ForwardCase, pair: bool):
+        self.case, self.pair = case, pair
+        self.given = backward.inputs(case)
+        specs = backward.specs_of(case, pair)
+        position = [spec.kind for spec in specs].index("backward_main")
+        self.ptx = artefact(specs[position]).ptx
+        clean = self.run(1, self.ptx)
+        backward.assert_right(case, self.given, clean)
+        self.executed = clean.reports[position].lines
+
+    def run(self, seed: int, ptx: str) -> backward.BackwardResult:
+        return backward.run_backward(self.case, self.given, options(seed), texts={"backward_main": ptx}, pair=self.pair)
+
+    def finds(self, ptx: str) -> bool:
+        for seed in (1, 2, 3):
+            try:
+                backward.assert_right(self.case, self.given, self.run(seed, ptx))
+            except (EmulatorError, AssertionError):
+                return True
         return False
-    return True
+
+
+@pytest.fixture(scope="module", params=["single", "pair"])
+def backward_kernel(request):
+    return Backward(PAIR, True) if request.param == "pair" else Backward(BACKWARD, False)
 
 
 @pytest.mark.parametrize("kind", BACKWARD_KINDS)
-def test_faults_in_the_backward_are_found(kind, pytestconfig):
-    given = backward.inputs(BACKWARD)
-    specs = backward.backward_specs(
-        BACKWARD.arch, BACKWARD.problem, mask=BACKWARD.mask, varlen=False, deterministic=True
-    )
-    position = [spec.kind for spec in specs].index("backward_main")
-    clean = backward.run_backward(BACKWARD, given, options(1))
-    backward.assert_right(BACKWARD, given, clean)
-    planted = list(faults(artefact(specs[position]).ptx, clean.reports[position].lines, (kind,)))
+def test_faults_in_the_backward_are_found(kind, backward_kernel, pytestconfig):
+    planted = list(faults(backward_kernel.ptx, backward_kernel.executed, (kind,)))
     assert planted
     if not pytestconfig.getoption("--long"):
         planted = sample(planted, PER_KIND)
     for _, line, mutant in planted:
-        texts = {"backward_main": mutant}
-        assert not all(backward_is_right(given, seed, texts) for seed in (1, 2, 3)), f"PTX line {line}"
+        assert backward_kernel.finds(mutant), f"PTX line {line}"
+
+
+def test_faults_in_the_exchange_of_a_pair_are_found():
+    """Every fault in the warp that sends half of dS to the peer and says what has arrived."""
+    kernel = Backward(PAIR, True)
+    lines = kernel.ptx.split("\n")
+    (send,) = (number for number, line in enumerate(lines, 1) if SEND in line)
+    near = set(range(send - RELAY_LINES, send + RELAY_LINES)) & kernel.executed
+    planted = list(faults(kernel.ptx, near))
+    kinds_of_faults = {kind for kind, _, _ in planted}
+    assert kinds_of_faults >= {"wait skipped", "phase flipped", "arrival removed", "copy removed"}
+    for kind, line, mutant in planted:
+        assert kernel.finds(mutant), f"{kind}, PTX line {line}"
+    for kind, (pattern, replacement) in MISDIRECTED.items():
+        mutant, count = re.subn(pattern, replacement, kernel.ptx)
+        assert count == 1
+        assert kernel.finds(mutant), kind

@@ -9,7 +9,7 @@ from tests.cases import Case, sample_cases
 from tests.compiled import require_kernels
 from tests.emulated import mask_kind
 from tests.emulator.attention import ForwardCase
-from tests.emulator.attention_backward import assert_right, inputs, run_backward
+from tests.emulator.attention_backward import assert_right, inputs, run_backward, specs_of
 from tests.emulator.launch import Options
 
 require_kernels()
@@ -36,6 +36,7 @@ LONG_HEAD_DIMS = (
 """Compiling kernels takes most of the core set's time: three padded head dims, four kinds of mask, one dtype."""
 
 CORE, LONG = 40, 300
+CORE_PAIR_PROBLEMS = 4
 SEEDS, LONG_SEEDS = 4, 20
 
 
@@ -70,6 +71,26 @@ CORE_SET = {
 """Problems whose CTAs take several steps and whose dQ blocks take several key blocks: every barrier and every turn goes
 through many phases."""
 
+PAIR_SET = {
+    "dense": ForwardCase(270, 300, 128, arch=ARCH),
+    "causal": ForwardCase(200, 400, 128, heads=2, kv_heads=1, mask="causal", query_offset=200, arch=ARCH),
+    "window-float16": ForwardCase(300, 600, 128, mask="window", left=90, right=40, dtype="float16", arch=ARCH),
+    "causal-lengths": ForwardCase(
+        260, 530, 128, batch=3, mask="causal", lengths=((260, 530, 300), (130, 1, 0), (0, 200, 0)), arch=ARCH
+    ),
+    "window-lengths": ForwardCase(
+        260, 530, 120, 80, 2, 4, 2, "window", 100, 5, lengths=((260, 530, 300), (130, 401, -20)), arch=ARCH
+    ),
+    "d96": ForwardCase(140, 400, 96, arch=ARCH),
+    "d72x128": ForwardCase(140, 400, 72, 128, heads=3, kv_heads=1, arch=ARCH),
+    "one": ForwardCase(1, 1, 128, arch=ARCH),
+}
+"""Problems for the kernel on pairs of CTAs, which calls get for many keys only: one pair and several, odd numbers of
+key blocks and even, a second CTA without keys, pairs without steps."""
+
+CORE_PAIRS = ("dense", "causal")
+PAIR_HEAD_DIMS = ((72, 72), (96, 96), (104, 104), (128, 128), (128, 64))
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The long mode has more problems and more schedules."""
@@ -78,6 +99,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = sample_cases(CORE, shapes=SHORT, head_dims=HEAD_DIMS, masks=MASKS, dtypes=DTYPES)
         cases += sample_cases(LONG, seed=1, head_dims=LONG_HEAD_DIMS) if long else []
         metafunc.parametrize("sampled", list(dict.fromkeys(cases)), ids=lambda case: case.name)
+    if "sampled_for_pairs" in metafunc.fixturenames:
+        cases = sample_cases(LONG // 2, seed=2, head_dims=PAIR_HEAD_DIMS) if long else []
+        cases += sample_cases(
+            CORE_PAIR_PROBLEMS, seed=3, shapes=SHORT, head_dims=((128, 128),), masks=MASKS[:2], dtypes=DTYPES
+        )
+        metafunc.parametrize("sampled_for_pairs", list(dict.fromkeys(cases)), ids=lambda case: case.name)
+    if "on_pairs" in metafunc.fixturenames:
+        metafunc.parametrize("on_pairs", PAIR_SET if long else CORE_PAIRS)
+    if "unordered" in metafunc.fixturenames:
+        named = {name: (CORE_SET[name], None) for name in ("d64", "d128-causal")}
+        named |= {f"pairs-{name}": (case, True) for name, case in PAIR_SET.items()} if long else {}
+        metafunc.parametrize("unordered", named.values(), ids=named)
     if "seeds" in metafunc.fixturenames:
         metafunc.parametrize("seeds", [range(1, 1 + (LONG_SEEDS if long else SEEDS))], ids=["seeds"])
 
@@ -88,24 +121,45 @@ def test_problem(sampled):
     assert_right(case, given, run_backward(case, given, Options(seed=sampled.seed % 1000)))
 
 
-@pytest.mark.parametrize("name", CORE_SET)
-def test_any_schedule_gives_the_same_bits(name, seeds):
-    case = CORE_SET[name]
+def test_problem_on_pairs(sampled_for_pairs):
+    case = emulated_case(sampled_for_pairs)
     given = inputs(case)
-    first = run_backward(case, given, Options(seed=0, tensor_fences=True))
+    assert_right(case, given, run_backward(case, given, Options(seed=sampled_for_pairs.seed % 1000), pair=True))
+
+
+def assert_same_bits(case: ForwardCase, seeds, pair: bool | None = None) -> None:
+    """The gradients are right, and the same under every schedule."""
+    given = inputs(case)
+    first = run_backward(case, given, Options(seed=0, tensor_fences=True), pair=pair)
     assert_right(case, given, first)
     for seed in seeds:
-        other = run_backward(case, given, Options(seed=seed, tensor_fences=True))
+        other = run_backward(case, given, Options(seed=seed, tensor_fences=True), pair=pair)
         for a, b in zip(first.gradients, other.gradients, strict=True):
             assert a.tobytes() == b.tobytes(), f"seed {seed}"
 
 
-@pytest.mark.parametrize("name", ["d64", "d128-causal"])
-def test_unordered_sums_differ_by_rounding_only(name, seeds):
-    case = CORE_SET[name]
+@pytest.mark.parametrize("name", CORE_SET)
+def test_any_schedule_gives_the_same_bits(name, seeds):
+    assert_same_bits(CORE_SET[name], seeds)
+
+
+def test_any_schedule_gives_the_same_bits_on_pairs(on_pairs, seeds):
+    assert_same_bits(PAIR_SET[on_pairs], seeds, pair=True)
+
+
+def test_calls_with_many_keys_get_pairs():
+    for seqlen_k, head_dim, ctas in ((1023, 128, 1), (1024, 64, 1), (1024, 96, 2), (1024, 128, 2)):
+        case = ForwardCase(100, seqlen_k, head_dim, arch=ARCH)
+        assert specs_of(case)[1].tile.option("ctas", 1) == ctas
+    given = inputs(case)
+    assert_right(case, given, run_backward(case, given, Options(seed=1)))
+
+
+def test_unordered_sums_differ_by_rounding_only(unordered, seeds):
+    case, pair = unordered
     given = inputs(case)
     for seed in seeds:
-        assert_right(case, given, run_backward(case, given, Options(seed=seed), deterministic=False))
+        assert_right(case, given, run_backward(case, given, Options(seed=seed), deterministic=False, pair=pair))
 
 
 def test_rows_and_keys_that_meet_nothing_get_exact_zeros():

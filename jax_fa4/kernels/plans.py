@@ -9,6 +9,7 @@ from types import ModuleType
 from jax_fa4.ffi.plan import ArtefactRef, Fill, Kernel, LaunchPlan, Parameter, Scalars, Tensor, TensorMap
 from jax_fa4.kernels.artefact import Artefact, ArtefactError
 from jax_fa4.kernels.problem import ForwardProblem
+from jax_fa4.kernels.select import backward_spec
 from jax_fa4.kernels.sm90.backward import plan as sm90_backward
 from jax_fa4.kernels.sm90.backward_split import plan as sm90_backward_split
 from jax_fa4.kernels.sm90.forward import plan as sm90_forward
@@ -75,7 +76,7 @@ def backward_specs(
 def _backward_specs(
     arch: str, problem: ForwardProblem, mask: str, varlen: bool, deterministic: bool
 ) -> tuple[KernelSpec, ...]:
-    return tuple(
+    specs = (
         KernelSpec.create(
             arch=arch,
             kind=kind,
@@ -88,6 +89,7 @@ def _backward_specs(
         )
         for kind in _backward_module(arch, problem).kinds(problem)
     )
+    return tuple(backward_spec(problem, spec) for spec in specs)
 
 
 def _backward_module(arch: str, problem: ForwardProblem) -> ModuleType:

@@ -16,6 +16,12 @@ BOX_ROWS = {"sm_90a": 64, "sm_100f": 128}
 """Query rows that one TMA box brings to a warpgroup; a packed box holds whole groups of query heads."""
 
 
+BACKWARD_PAIR_KEYS = 1024
+"""Keys from which the Blackwell backward runs on pairs of CTAs. A step of a pair takes 0.8 of a single CTA's time
+(docs/sm100-backward.md: shared memory), but a pair has 256 keys: rounding up to them, and under a causal mask to whole
+query blocks that see the pair's first key, costs up to an eighth at this length."""
+
+
 def forward_specs(
     problem: ForwardProblem, *, arch: str, mask: str, varlen: bool, capability: str | None = None
 ) -> tuple[KernelSpec, ...]:
@@ -62,6 +68,12 @@ def _by_shape(problem: ForwardProblem, arch: str, mask: str, varlen: bool) -> tu
     if pair is not None and problem.seqlen_q > single.tile.m:
         return single.with_tile(pair), single
     return (single,)
+
+
+def backward_spec(problem: ForwardProblem, spec: KernelSpec) -> KernelSpec:
+    """``spec`` of one backward kernel, with the tile for pairs of CTAs where that is faster for the problem."""
+    tile = pair_tile(spec) if problem.seqlen_k >= BACKWARD_PAIR_KEYS else None
+    return spec if tile is None else spec.with_tile(tile)
 
 
 def _packing_pays(problem: ForwardProblem, tile_m: int, box_rows: int) -> bool:

@@ -289,11 +289,13 @@ def long_query_tile(spec: KernelSpec) -> Tile | None:
 
 
 def pair_tile(spec: KernelSpec) -> Tile | None:
-    """A tile for pairs of CTAs that share K and V, where it is faster for more query rows than one CTA has, else None.
+    """A tile for pairs of CTAs where it is faster for large enough problems (``select``), else None.
 
-    That is dense work, and, whatever the mask, accumulators so wide that one CTA's shared memory holds little more than
-    one key block.
+    In the forward, CTAs that share K and V: dense work, and, whatever the mask, accumulators so wide that one CTA's
+    shared memory holds little more than one key block. In the backward, CTAs that share Q and dO.
     """
+    if (spec.arch, spec.kind) == ("sm_100f", "backward_main"):
+        return sm100_pair_backward_tile(spec.head_dim, spec.head_dim_v)
     if (spec.arch, spec.kind) != ("sm_100f", "forward") or spec.varlen or spec.pack_gqa:
         return None
     if spec.mask != "none" and spec.head_dim_v <= 128:
@@ -324,6 +326,14 @@ def _sm100_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     if splits_backward(head_dim, head_dim_v):
         raise UnsupportedSpecError(f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; up to 128 in one kernel")
     return Tile(m=128, n=128, stages=2, options=(("dout", 1 if min(head_dim, head_dim_v) > 64 else 2),))
+
+
+def sm100_pair_backward_tile(head_dim: int, head_dim_v: int) -> Tile | None:
+    """Tile of the Blackwell backward for pairs of CTAs (padded head dims), None where there is no such kernel: each CTA
+    has half of the columns of Q, K and dO, in whole boxes of 64. 128 query rows by the pair's keys."""
+    if {-(-head_dim // 64), -(-head_dim_v // 64)} != {2}:
+        return None
+    return Tile(m=128, n=256, stages=1, options=(("ctas", 2),))
 
 
 def _sm100_preprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
@@ -365,8 +375,8 @@ _TILE_TABLES = {
 
 
 def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> list[KernelSpec]:
-    """Specs of a release: every mask, dtype and flag for all padded head dims, for kinds that have kernels; of forwards
-    also those that :func:`jax_fa4.kernels.select.forward_specs` prefers for some shapes or GPUs."""
+    """Specs of a release: every mask, dtype and flag for all padded head dims, for kinds that have kernels; also those
+    that :mod:`jax_fa4.kernels.select` prefers for some shapes or GPUs."""
     specs: dict[KernelSpec, None] = {}
     wanted = KINDS if kinds is None else tuple(kinds)
     for arch in archs:
@@ -391,15 +401,17 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                                 varlen=varlen,
                             )
                             specs.setdefault(spec)
-                            if kind == "forward":
-                                specs.update(dict.fromkeys(_forward_variants(spec)))
+                            specs.update(dict.fromkeys(_variants(spec)))
     return list(specs)
 
 
-def _forward_variants(spec: KernelSpec) -> list[KernelSpec]:
+def _variants(spec: KernelSpec) -> list[KernelSpec]:
     """The kernels that are faster than ``spec`` for some shapes or GPUs."""
     tiles = [tile for tile in (long_query_tile(spec), pair_tile(spec)) if tile is not None]
-    variants = [replace(spec, pack_gqa=True), *map(spec.with_tile, tiles)]
+    variants = list(map(spec.with_tile, tiles))
+    if spec.kind != "forward":
+        return variants
+    variants.insert(0, replace(spec, pack_gqa=True))
     fast = map(fast_exp2_spec, (spec, *variants))
     return variants + [variant for variant in fast if variant is not None]
 

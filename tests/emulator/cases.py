@@ -39,3 +39,5 @@ SM90_BACKWARD_CLEAN = [ForwardCase(270, 300, 64, heads=2, kv_heads=1, mask=mask)
 SM100_FAULTS = ForwardCase(130, 300, 128, heads=3, multiprocessors=1, ramp=0.01, arch="sm_100f")
 """Three tiles in one CTA, three key blocks each, a ring that wraps, moving maxima."""
 SM100_BACKWARD_FAULTS = ForwardCase(270, 300, 64, heads=2, kv_heads=1, arch="sm_100f")
+SM100_PAIR_FAULTS = ForwardCase(270, 256, 128, arch="sm_100f")
+"""One pair of CTAs, three steps: the exchange of dS goes through both phases of its barriers and round again."""

@@ -29,6 +29,18 @@ def bulk_add(target: Int64, shared: Int32, size: int) -> None:
     assemble(text, [], [target, shared])
 
 
+def bulk_send(target: Int32, shared: Int32, size: int, barrier: Int32, cta: Int32) -> None:
+    """Starts copying ``size`` bytes from this CTA's shared memory to that of ``cta``, a rank in the cluster. ``target``
+    and ``barrier``, which counts the bytes there, are addresses as this CTA has them."""
+    assemble(
+        "{ .reg .b32 target, barrier;\n"
+        "mapa.shared::cluster.u32 target, $0, $3; mapa.shared::cluster.u32 barrier, $2, $3;\n"
+        f"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [target], [$1], {size}, [barrier]; }}",
+        [],
+        [target, shared, barrier, cta],
+    )
+
+
 def wait_for_turn(counter: Int64, place: Int32) -> None:
     """Spins until the counter is ``place``; this thread's later bulk operations come after what was counted."""
     assemble(

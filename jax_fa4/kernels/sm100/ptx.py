@@ -322,6 +322,13 @@ def tma_store(descriptor: Int64, coordinates: Sequence, shared: Int32) -> None:
     assemble(text, [], [descriptor, *coordinates, shared])
 
 
+def tma_add(descriptor: Int64, coordinates: Sequence, shared: Int32) -> None:
+    """As :func:`tma_store`, added to what is there."""
+    rank = len(coordinates)
+    text = f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.add.tile.bulk_group "
+    assemble(text + f"[$0, {_list(1, rank)}], [${1 + rank}];", [], [descriptor, *coordinates, shared])
+
+
 def bulk_commit() -> None:
     """Closes this thread's current bulk group."""
     assemble("cp.async.bulk.commit_group;")

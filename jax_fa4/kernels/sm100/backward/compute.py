@@ -71,28 +71,17 @@ class ComputeRole:
         c = self.c
         stage, use = stage_of(i, STAT_STAGES)
         stat = c.stat(stage) + self.group * (HALF * 4)
-        low, high = c.work.ranges.row_bounds(c.work.key_block * KEYS + self.key, m)
+        low, high = c.work.mask_ranges.row_bounds(c.work.key_block * KEYS + self.key, m)
         low, high = low - self.group * HALF, high - self.group * HALF
-        masked = c.work.ranges.needs_mask(m, c.work.key_block)
+        masked = c.work.mask_ranges.needs_mask(m, c.work.key_block)
         c.edges.stat.wait_full(stage, use)
         c.edges.s.wait_full(0, i)
         ptx.tmem_fence_after()
-        negative_scale = (-c.scale_log2, -c.scale_log2)
         probability = []
         for first in cutlass.range_constexpr(0, HALF, CHUNK):
             p = ptx.tmem_load(self.lanes + (tmem.SCORES + first), CHUNK)
-            for j in cutlass.range_constexpr(0, CHUNK, 4):
-                lse2 = ptx.load_shared_floats(stat + (first + j) * 4)
-                for k in cutlass.range_constexpr(0, 4, 2):
-                    # The negation is free in the exponential, and not in a packed instruction.
-                    x = ptx.fma2((p[j + k], p[j + k + 1]), negative_scale, (lse2[k], lse2[k + 1]))
-                    p[j + k], p[j + k + 1] = exp2(-x[0]), exp2(-x[1])
-            if masked:
-                visible = ptx.low_mask(high - first) & ~ptx.low_mask(low - first)
-                for j in cutlass.range_constexpr(CHUNK):
-                    p[j] = select_((visible & BIT[j]) != 0, p[j], Float32(0.0))
-            packed = [pack_pair(p[j], p[j + 1], c.element) for j in range(0, CHUNK, 2)]
-            ptx.tmem_store(self.lanes + (tmem.SCORES + first // 2), packed)
+            p = self.probabilities(p, stat + first * 4, masked, low - first, high - first)
+            ptx.tmem_store(self.lanes + (tmem.SCORES + first // 2), self.packed(p))
             probability += p
         ptx.tmem_store_wait()
         ptx.tmem_fence_before()
@@ -102,13 +91,7 @@ class ComputeRole:
         ptx.tmem_fence_after()
         for first in cutlass.range_constexpr(0, HALF, CHUNK):
             d = ptx.tmem_load(self.lanes + (tmem.DPROBABILITIES + first), CHUNK)
-            for j in cutlass.range_constexpr(0, CHUNK, 4):
-                delta = ptx.load_shared_floats(stat + (STAT_BYTES + (first + j) * 4))
-                for k in cutlass.range_constexpr(0, 4, 2):
-                    at = first + j + k
-                    x = ptx.fma2((delta[k], delta[k + 1]), MINUS_ONE, (d[j + k], d[j + k + 1]))
-                    d[j + k], d[j + k + 1] = ptx.mul2((probability[at], probability[at + 1]), x)
-            packed = [pack_pair(d[j], d[j + 1], c.element) for j in range(0, CHUNK, 2)]
+            packed = self.packed(self.dscores(d, probability[first : first + CHUNK], stat + first * 4))
             ptx.tmem_store(self.lanes + (tmem.DPROBABILITIES + first // 2), packed)
             for j in cutlass.range_constexpr(0, CHUNK // 2, 4):
                 address = self.row + (((first + 2 * j) * 2) ^ self.swizzle)
@@ -118,6 +101,38 @@ class ComputeRole:
         ptx.fence_async_shared()
         self.arrive(c.edges.ds.full(0))
         self.arrive(c.edges.stat.empty(stage))
+
+    @cute.jit
+    def probabilities(self, scores, stat, masked, low, high):
+        """P of a key with CHUNK query rows. ``stat``: address of their statistics; only rows from ``low`` to ``high``,
+        counted from the first of them, see the key where the block is ``masked``."""
+        p = list(scores)
+        negative_scale = (-self.c.scale_log2, -self.c.scale_log2)
+        for j in cutlass.range_constexpr(0, CHUNK, 4):
+            lse2 = ptx.load_shared_floats(stat + j * 4)
+            for k in cutlass.range_constexpr(0, 4, 2):
+                # The negation is free in the exponential, and not in a packed instruction.
+                x = ptx.fma2((p[j + k], p[j + k + 1]), negative_scale, (lse2[k], lse2[k + 1]))
+                p[j + k], p[j + k + 1] = exp2(-x[0]), exp2(-x[1])
+        if masked:
+            visible = ptx.low_mask(high) & ~ptx.low_mask(low)
+            for j in cutlass.range_constexpr(CHUNK):
+                p[j] = select_((visible & BIT[j]) != 0, p[j], Float32(0.0))
+        return p
+
+    def dscores(self, dprobability: list, probability: list, stat) -> list:
+        """dS of a key with CHUNK query rows; ``stat``: address of their statistics."""
+        d = list(dprobability)
+        for j in range(0, CHUNK, 4):
+            delta = ptx.load_shared_floats(stat + (STAT_BYTES + j * 4))
+            for k in range(j, j + 4, 2):
+                x = ptx.fma2((delta[k - j], delta[k - j + 1]), MINUS_ONE, (d[k], d[k + 1]))
+                d[k], d[k + 1] = ptx.mul2((probability[k], probability[k + 1]), x)
+        return d
+
+    def packed(self, values: list) -> list:
+        """Pairs of values as 16-bit numbers."""
+        return [pack_pair(values[j], values[j + 1], self.c.element) for j in range(0, len(values), 2)]
 
     @cute.jit
     def arrive(self, barrier):

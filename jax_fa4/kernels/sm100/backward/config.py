@@ -67,6 +67,7 @@ class BackwardConfig:
     deterministic: bool
     query_stages: int
     dout_stages: int
+    ctas: int = 1
 
     @classmethod
     def from_spec(cls, spec: KernelSpec) -> BackwardConfig:
@@ -79,6 +80,7 @@ class BackwardConfig:
             deterministic=spec.deterministic,
             query_stages=spec.tile.stages,
             dout_stages=spec.tile.option("dout", 1),
+            ctas=spec.tile.option("ctas", 1),
         )
 
     @property

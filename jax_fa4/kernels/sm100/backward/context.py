@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64
 
 from jax_fa4.kernels.common.invariant import Invariant
 from jax_fa4.kernels.sm100.backward.config import BOX_BYTES, STAT_BYTES, BackwardConfig
-from jax_fa4.kernels.sm100.backward.edges import edge_specs
 from jax_fa4.kernels.sm100.backward.shared import SharedMap
 from jax_fa4.kernels.sm100.backward.work import Work
-from jax_fa4.kernels.sm100.forward.edges import BARRIER_BYTES
+from jax_fa4.kernels.sm100.forward.edges import BARRIER_BYTES, EdgeSpec
 from jax_fa4.kernels.sm100.forward.pipeline import Edge
 
 
@@ -30,11 +30,11 @@ class Edges(Invariant):
     dq: Edge
     grad: Edge
 
-    def __init__(self, config: BackwardConfig, base: Int32):
+    def __init__(self, specs: Sequence[EdgeSpec], base: Int32, ctas: int = 1):
         self.all: list[Edge] = []
         offset = 0
-        for spec in edge_specs(config):
-            edge = Edge(spec, base + offset)
+        for spec in specs:
+            edge = Edge(spec, base + offset, ctas)
             setattr(self, spec.name, edge)
             self.all.append(edge)
             offset += spec.stages * (2 if spec.empty else 1) * BARRIER_BYTES

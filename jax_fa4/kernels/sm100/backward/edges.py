@@ -25,6 +25,8 @@ grad  mma      compute  dK and dV, once; all products are complete
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax_fa4.kernels.sm100.backward.config import COMPUTE_GROUPS, STAT_STAGES, BackwardConfig
 from jax_fa4.kernels.sm100.forward.edges import BARRIER_BYTES, WARPS, EdgeSpec
 
@@ -48,6 +50,6 @@ def edge_specs(config: BackwardConfig) -> tuple[EdgeSpec, ...]:
     )
 
 
-def barrier_bytes(config: BackwardConfig) -> int:
+def barrier_bytes(specs: Sequence[EdgeSpec]) -> int:
     """Shared memory of all barriers."""
-    return sum(spec.stages * (2 if spec.empty else 1) for spec in edge_specs(config)) * BARRIER_BYTES
+    return sum(spec.stages * (2 if spec.empty else 1) for spec in specs) * BARRIER_BYTES

@@ -15,6 +15,8 @@ See ``edges`` for every hand-over, ``tmem`` and ``shared`` for where things are,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, GridConstant, Int32, Int64
@@ -35,6 +37,7 @@ from jax_fa4.kernels.sm100.backward.config import (
     BackwardConfig,
 )
 from jax_fa4.kernels.sm100.backward.context import Context, Edges, TensorMaps
+from jax_fa4.kernels.sm100.backward.edges import edge_specs
 from jax_fa4.kernels.sm100.backward.epilogue import EpilogueRole
 from jax_fa4.kernels.sm100.backward.load import LoadRole
 from jax_fa4.kernels.sm100.backward.mma import MmaRole
@@ -49,6 +52,66 @@ TENSOR_BARRIER = 4
 TENSOR_THREADS = 384
 
 
+class Values(NamedTuple):
+    """The run-time values after the tensor maps, in the order of ``plan``."""
+
+    lse2: Int64
+    delta: Int64
+    dq_accum: Int64 | None  # None where a tensor map has it
+    turn: Int64 | None
+    batch_info: Int64 | None
+    seqlen_q: Int32
+    seqlen_k: Int32
+    kv_heads: Int32
+    group: Int32
+    pairs: Int32
+    pairs_together: Int32
+    query_offset: Int32
+    left: Int32 | None
+    right: Int32 | None
+    scale: Float32
+    scale_log2: Float32
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+            kv_heads=self.kv_heads,
+            group=self.group,
+            pairs=self.pairs,
+            pairs_together=self.pairs_together,
+            query_offset=self.query_offset,
+            left=self.left,
+            right=self.right,
+            batch_info=self.batch_info,
+        )
+
+    @classmethod
+    def example(cls, spec: KernelSpec, scratch_by_map: bool) -> Values:
+        """Values to compile for: which of them a kernel has depends on its spec."""
+        address, integer, number = Int64(0), Int32(1), Float32(1.0)
+        bound = integer if spec.mask == "window" else None
+        return cls(
+            lse2=address,
+            delta=address,
+            dq_accum=None if scratch_by_map else address,
+            turn=address if spec.deterministic else None,
+            batch_info=address if spec.varlen else None,
+            seqlen_q=integer,
+            seqlen_k=integer,
+            kv_heads=integer,
+            group=integer,
+            pairs=integer,
+            pairs_together=integer,
+            query_offset=integer,
+            left=bound,
+            right=bound,
+            scale=number,
+            scale_log2=number,
+        )
+
+
 class BackwardKernel:
     """One compiled configuration. Parameters, in order: see ``plan``."""
 
@@ -58,52 +121,17 @@ class BackwardKernel:
         self.element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[self.config.dtype]
 
     @cute.jit
-    def host(
-        self,
-        pointer: Int64,
-        lse2: Int64,
-        delta: Int64,
-        dq_accum: Int64,
-        turn: Int64 | None,
-        batch_info: Int64 | None,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
-    ):
+    def host(self, pointer: Int64, values: Values):
         """Launches the kernel. Only compiled: the launch plan takes this function's place at run time."""
         # The encoding happens at launch; here a tensor map is only a parameter of 128 bytes.
         swizzle = TensorMapSwizzle.s128b
         maps = [
-            create_tensor_map_tiled(pointer, self.element, [seqlen_q], [], [BOX_COLUMNS], swizzle=swizzle)
+            create_tensor_map_tiled(pointer, self.element, [values.seqlen_q], [], [BOX_COLUMNS], swizzle=swizzle)
             for _ in range(6)
         ]
-        self.kernel(
-            *maps,
-            lse2,
-            delta,
-            dq_accum,
-            turn,
-            batch_info,
-            seqlen_q,
-            seqlen_k,
-            kv_heads,
-            group,
-            pairs,
-            pairs_together,
-            query_offset,
-            left,
-            right,
-            scale,
-            scale_log2,
-        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.shared.size, min_blocks_per_mp=1)
+        self.kernel(*maps, values).launch(
+            grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.shared.size, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(
@@ -114,27 +142,12 @@ class BackwardKernel:
         map_dout: GridConstant[TensorMap],
         map_dk: GridConstant[TensorMap],
         map_dv: GridConstant[TensorMap],
-        lse2: Int64,
-        delta: Int64,
-        dq_accum: Int64,
-        turn: Int64 | None,
-        batch_info: Int64 | None,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
+        values: Values,
     ):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=ALIGNMENT).toint()
-        edges = Edges(config, base + self.shared.barriers)
+        edges = Edges(edge_specs(config), base + self.shared.barriers)
         maps = TensorMaps(*(Int64(m.get_ptr().toint()) for m in (map_q, map_k, map_v, map_dout, map_dk, map_dv)))
         if warp == LOAD_WARP:
             self.initialise(edges, maps)
@@ -143,18 +156,6 @@ class BackwardKernel:
         ptx.tmem_fence_before()
         ptx.named_barrier(0, THREADS)
         ptx.tmem_fence_after()
-        problem = Problem(
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            kv_heads=kv_heads,
-            group=group,
-            pairs=pairs,
-            pairs_together=pairs_together,
-            query_offset=query_offset,
-            left=left,
-            right=right,
-            batch_info=batch_info,
-        )
         context = Context(
             config=config,
             element=self.element,
@@ -162,13 +163,13 @@ class BackwardKernel:
             base=base,
             edges=edges,
             maps=maps,
-            work=Work.of(config, problem),
-            scale=scale,
-            scale_log2=scale_log2,
-            lse2=lse2,
-            delta=delta,
-            dq_accum=dq_accum,
-            turn=turn,
+            work=Work.of(config, values.problem),
+            scale=values.scale,
+            scale_log2=values.scale_log2,
+            lse2=values.lse2,
+            delta=values.delta,
+            dq_accum=values.dq_accum,
+            turn=values.turn,
         )
         self.dispatch(context, warp)
 
@@ -209,13 +210,8 @@ class BackwardKernel:
 
 def build(spec: KernelSpec) -> tuple:
     """(host function, arguments to compile it for): what ``kernels.compile`` asks of a builder."""
-    window = spec.mask == "window"
-    arguments = [
-        *[Int64(0)] * 4,
-        Int64(0) if spec.deterministic else None,
-        Int64(0) if spec.varlen else None,
-        *[Int32(1)] * 7,
-        *[Int32(0) if window else None] * 2,
-        *[Float32(1.0)] * 2,
-    ]
-    return BackwardKernel(spec).host, arguments
+    if spec.tile.option("ctas", 1) == 2:
+        from jax_fa4.kernels.sm100.backward_pair import kernel as pair
+
+        return pair.build(spec)
+    return BackwardKernel(spec).host, (Int64(0), Values.example(spec, scratch_by_map=False))

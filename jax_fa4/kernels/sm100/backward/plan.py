@@ -27,6 +27,8 @@ from jax_fa4.kernels.sm90.backward.plan import (
 from jax_fa4.kernels.sm90.backward.scratch import ScratchSizes
 from jax_fa4.kernels.sm100.backward.config import KEYS, ROWS, THREADS, BackwardConfig
 from jax_fa4.kernels.sm100.backward.shared import SharedMap
+from jax_fa4.kernels.sm100.backward_pair.plan import scratch_map
+from jax_fa4.kernels.sm100.backward_pair.shared import PairMap
 from jax_fa4.kernels.spec import KernelSpec
 
 __all__ = ["backward_steps", "kinds", "scratch_shapes"]
@@ -72,20 +74,24 @@ def _main(config: BackwardConfig, b: BackwardBuffers, problem: ForwardProblem) -
     pairs = problem.batch * problem.kv_heads
     row_bytes = (config.columns + config.columns_v) * 2 + config.columns * 4
     pair_bytes = problem.group * problem.seqlen_q * row_bytes
-    grid = -(-problem.seqlen_k // KEYS) * pairs
+    paired = config.ctas == 2
+    grid = -(-problem.seqlen_k // (KEYS * config.ctas)) * config.ctas * pairs
     if grid >= 2**31:
         raise ValueError(f"{grid} key blocks; a launch takes fewer than 2**31")
+    rows = ROWS // config.ctas
     maps = (
-        (b.query, problem.seqlen_q, problem.heads, problem.head_dim),
-        (b.key, problem.seqlen_k, problem.kv_heads, problem.head_dim),
-        (b.value, problem.seqlen_k, problem.kv_heads, problem.head_dim_v),
-        (b.dout, problem.seqlen_q, problem.heads, problem.head_dim_v),
-        (b.dkey, problem.seqlen_k, problem.kv_heads, problem.head_dim),
-        (b.dvalue, problem.seqlen_k, problem.kv_heads, problem.head_dim_v),
+        (b.query, problem.seqlen_q, problem.heads, problem.head_dim, rows),
+        (b.key, problem.seqlen_k, problem.kv_heads, problem.head_dim, KEYS),
+        (b.value, problem.seqlen_k, problem.kv_heads, problem.head_dim_v, KEYS),
+        (b.dout, problem.seqlen_q, problem.heads, problem.head_dim_v, rows),
+        (b.dkey, problem.seqlen_k, problem.kv_heads, problem.head_dim, KEYS),
+        (b.dvalue, problem.seqlen_k, problem.kv_heads, problem.head_dim_v, KEYS),
     )
-    # Boxes have 128 rows, of queries or of keys; there are no coordinate tensors.
-    parameters: list[Parameter] = [tile_map(problem, *tensor, ROWS)[0] for tensor in maps]
-    parameters += pointers(b.lse2, b.delta, b.dq_accum, b.turn, b.batch_info)
+    # There are no coordinate tensors.
+    parameters: list[Parameter] = [tile_map(problem, *tensor)[0] for tensor in maps]
+    if paired:
+        parameters += [scratch_map(b.dq_accum, _sizes(config, problem))]
+    parameters += pointers(b.lse2, b.delta, None if paired else b.dq_accum, b.turn, b.batch_info)
     parameters += integers(
         problem.seqlen_q,
         problem.seqlen_k,
@@ -102,7 +108,7 @@ def _main(config: BackwardConfig, b: BackwardBuffers, problem: ForwardProblem) -
         artefact=1,
         grid=(grid, 1, 1),
         block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        shared_bytes=SharedMap.of(config).size,
+        cluster=(config.ctas, 1, 1),
+        shared_bytes=(PairMap if paired else SharedMap).of(config).size,
         parameters=tuple(parameters),
     )

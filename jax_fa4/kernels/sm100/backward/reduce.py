@@ -56,7 +56,7 @@ class ReduceRole:
                 ptx.mbarrier_arrive(c.edges.dq.empty(0))
             block = c.work.scratch_block(head, m)
             first_key_block, _ = c.work.ranges.key_blocks(m)
-            place = c.work.key_block - first_key_block
+            place = c.work.order_block - first_key_block
             for piece in cutlass.range_constexpr(config.pieces):
                 self.add(piece, values[piece * PIECE_COLUMNS : (piece + 1) * PIECE_COLUMNS], block, place)
             head, m = c.work.next(head, m)

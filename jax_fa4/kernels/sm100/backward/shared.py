@@ -20,7 +20,7 @@ from jax_fa4.kernels.sm100.backward.config import (
     STAT_STAGES,
     BackwardConfig,
 )
-from jax_fa4.kernels.sm100.backward.edges import barrier_bytes
+from jax_fa4.kernels.sm100.backward.edges import barrier_bytes, edge_specs
 
 ALIGNMENT = 1024
 """The swizzle XORs address bits 4-6 with bits 7-9, so tiles start where all of these are zero."""
@@ -53,7 +53,7 @@ class SharedMap:
         stat = piece + PIECE_BUFFERS * PIECE_BYTES
         # lse2, then delta.
         barriers = stat + STAT_STAGES * 2 * STAT_BYTES
-        tmem_base = barriers + barrier_bytes(config)
+        tmem_base = barriers + barrier_bytes(edge_specs(config))
         size = tmem_base + 8
         if size > SHARED_LIMIT:
             raise ValueError(f"{config} needs {size} bytes of shared memory, limit {SHARED_LIMIT}")

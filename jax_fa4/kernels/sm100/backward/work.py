@@ -41,52 +41,68 @@ class Problem(Invariant):
 class Work(Invariant):
     """A key block, and the query blocks ``first_block`` to ``end_block - 1`` of each head of its group.
 
+    ``key_block`` counts blocks of the CTA's ``KEYS`` keys, and ``mask_ranges`` is about them. In a pair of CTAs, both
+    take the steps of the pair's keys: ``order_block`` counts blocks of those, ``ranges`` is about them, and dQ is added
+    in their order. For a single CTA the two are the same.
+
     The group's heads come one after the other in ascending order; for each, blocks are taken from the last to the
     first. dK and dV are therefore sums in one fixed order.
     """
 
     key_block: Int32
+    order_block: Int32
     key_head: Int32
     batch: Int32
     first_head: Int32
     query_heads: Int32
     row_blocks: Int32
     ranges: BlockRanges
+    mask_ranges: BlockRanges
     first_block: Int32
     end_block: Int32
     group: Int32
 
     @classmethod
-    def of(cls, config: BackwardConfig, problem: Problem) -> Work:
-        """Decodes the block index.
+    def of(cls, config: BackwardConfig, problem: Problem, rank: Int32 | int = 0) -> Work:
+        """Decodes the block index; ``rank``: the CTA's number in its pair.
 
         Within a team the key block is the slow index, ascending: CTAs that run at the same time mostly work on
         different heads, and a block of dQ takes its key blocks in the order in which their CTAs start, so that a CTA
         waits only for CTAs that started before it.
         """
-        key_blocks = (problem.seqlen_k + (KEYS - 1)) // KEYS
+        keys = KEYS * config.ctas
+        key_blocks = (problem.seqlen_k + (keys - 1)) // keys
         index = cute.arch.block_idx()[0]
+        if const_expr(config.ctas == 2):
+            index = index >> 1
         per_team = problem.pairs_together * key_blocks
         team = index // per_team
         rest = index - team * per_team
         width = cutlass.min(problem.pairs_together, problem.pairs - team * problem.pairs_together)
-        key_block = rest // width
-        pair = team * problem.pairs_together + rest - key_block * width
+        order_block = rest // width
+        pair = team * problem.pairs_together + rest - order_block * width
         batch = pair // problem.kv_heads
         key_head = pair - batch * problem.kv_heads
         q_len, kv_len, offset = problem.seqlen_q, problem.seqlen_k, problem.query_offset
         if const_expr(config.varlen):
             q_len, kv_len, offset, _ = ptx.load_global_vector(problem.batch_info + Int64(batch) * 16)
-        ranges = BlockRanges(ROWS, KEYS, config.mask, q_len, kv_len, offset, problem.left, problem.right)
-        first_block, end_block = ranges.query_blocks(key_block)
+        affine = (config.mask, q_len, kv_len, offset, problem.left, problem.right)
+        ranges = mask_ranges = BlockRanges(ROWS, keys, *affine)
+        key_block = order_block
+        if const_expr(config.ctas == 2):
+            mask_ranges = BlockRanges(ROWS, KEYS, *affine)
+            key_block = order_block * 2 + rank
+        first_block, end_block = ranges.query_blocks(order_block)
         return cls(
             key_block=key_block,
+            order_block=order_block,
             key_head=key_head,
             batch=batch,
             first_head=key_head * problem.group,
             query_heads=problem.kv_heads * problem.group,
             row_blocks=(problem.seqlen_q + (ROWS - 1)) // ROWS,
             ranges=ranges,
+            mask_ranges=mask_ranges,
             first_block=first_block,
             end_block=end_block,
             group=problem.group,

@@ -19,8 +19,8 @@ class Edge(Invariant):
     def __init__(self, spec: EdgeSpec, base: Int32, ctas: int = 1):
         self.spec = spec
         self._base = base
-        # The MMA warp of a pair is told by both CTAs.
-        self._full_scope = "cluster" if ctas == 2 and spec.consumer == "mma" else "cta"
+        # The MMA warp of a pair, and a warp that relays what the peer sends, are told by both CTAs.
+        self._full_scope = "cluster" if ctas == 2 and spec.consumer in ("mma", "relay") else "cta"
         self._empty_scope = "cluster" if ctas == 2 and spec.producer == "mma" else "cta"
 
     def full(self, stage) -> Int32:
