@@ -74,9 +74,9 @@ def _moves(needed: np.ndarray, distances: list[int], direction: int) -> tuple[Mo
     moves = []
     for step in distances:
         edges = []
+        later = [d for d in distances if d >= step]
         for r in range(devices):
             piece = (r - direction * step) % devices
-            later = [d for d in distances if d >= step]
             if any(needed[(piece + direction * d) % devices, piece] for d in later):
                 edges.append(((r - direction) % devices, r))
         moves.append(Move(direction * step, tuple(edges)))
