@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import gzip
@@ -9,7 +10,7 @@ import json
 
 import pytest
 
-from benchmarks import overlap, ring_cost
+from benchmarks import launch_overhead, memory, overlap, ring_cost
 from benchmarks.ring_cost import Machine, Problem
 
 
@@ -94,3 +95,27 @@ def test_measured_rows_are_predicted(tmp_path, capsys) -> None:
     assert "largest error" in printed and picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no forward row for causal"):
         ring_cost.compare(ring_cost.read_rows(path)[1:], FREE)
+
+
+def test_memory_of_a_step() -> None:
+    """Operands and results are counted to the byte; the total has the temporaries too."""
+    arguments = argparse.Namespace(length=32, heads=(4, 2), head_dim=16, full=False, worker="blockwise")
+    got = memory.measure(arguments)
+    operands = 2 * 32 * 16 * (4 + 2 + 2 + 4)
+    assert got["arguments"] == operands
+    assert operands <= got["results"] <= operands + 1024  # out and three gradients, and XLA's tuple of them
+    assert got["total"] == pytest.approx(got["arguments"] + got["results"] + got["temporaries"])
+
+
+def test_launch_overhead_runs_each_program(monkeypatch) -> None:
+    """The programs make as many calls as they say."""
+    monkeypatch.setattr(launch_overhead, "CALLS", 3)
+    calls = []
+    programs = launch_overhead.programs(lambda query, key, value: calls.append(1) or query + key)
+    results = {name: function(1.0, 2.0, 0.0) for name, function in programs.items()}
+    assert results == {"one call": 3.0, "3 calls": 7.0, "scan of 3": 7.0}
+    assert len(calls) == 1 + 3 + 1  # a scan traces its body once
+    times = launch_overhead.measure(2, "xla")
+    for functions in times.values():
+        assert set(functions) == {"jax_fa4", "elementwise"}
+        assert all(0 < returned <= ready for returned, ready in functions.values())
