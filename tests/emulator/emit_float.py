@@ -46,7 +46,7 @@ def arithmetic(t: Translator, ins: Instruction) -> None:
     if suffix in _HALF:
         bf16, kind = _HALF[suffix]
         values = [t.value(o, kind) for o in ins.operands[1:]]
-        body = {"add": "a + b", "sub": "a - b", "mul": "a * b", "fma": "a * b + c"}.get(name)
+        body = {"add": "a + b", "sub": "a - b", "mul": "a * b", "fma": "fma_odd(a, b, c)"}.get(name)
         if body is None or mode != "rn":
             raise t.fail(ins)
         arguments = ", ".join("abc"[: len(values)])
@@ -69,7 +69,7 @@ def arithmetic(t: Translator, ins: Instruction) -> None:
         if mode != "rn":
             raise t.fail(ins)
         expr = {"add": f"{a} + {b}", "sub": f"{a} - {b}", "mul": f"{a} * {b}", "div": f"{a} / {b}"}.get(name)
-        _finish(t, ins, f"({expr or f'{a} * {b} + {c}'})", kind, uniform)
+        _finish(t, ins, f"({expr})" if expr else f"fma_double({a}, {b}, {c})", kind, uniform)
         return
     if name in ("add", "sub"):
         if mode == "rn":

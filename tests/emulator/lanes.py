@@ -1,12 +1,14 @@
 """Arithmetic of 32 lanes: the numerical meaning of PTX instructions on NumPy arrays or uniform scalars.
 
-Rounding: float32 results are correctly rounded for add, sub, mul and directed modes; fma is evaluated in float64 and
-rounded once more, which differs from a single rounding only where the float64 sum falls on a float32 midpoint (about
-one in 2**29 random operands). Approximate functions return the correctly rounded value; hardware is within 2 ulp of it
-(PTX ISA: ex2 2**-22 relative, lg2 2**-22 absolute near 1, rcp 1 ulp, rsqrt 2**-22.9, tanh 2**-11).
+Rounding: results of add, sub, mul and fma are correctly rounded in every mode. Approximate functions return the
+correctly rounded value; hardware is within 2 ulp of it (PTX ISA: ex2 2**-22 relative, lg2 2**-22 absolute
+near 1, rcp 1 ulp, rsqrt 2**-22.9, tanh 2**-11).
 """
 
 from __future__ import annotations
+
+import math
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -262,8 +264,55 @@ def per_lane(function, bits, *values):
 
 
 # ---- floats ----------------------------------------------------------------------------------------------------------
+_LOST = u8(0x1FFFFFFF)  # the 29 bits of a float64 significand that float32 does not have
+_TIE = u8(0x10000000)
+_SUBNORMAL = u8(((1023 - 126) << 53) - 1)  # doubled bits of a float64 (its sign gone), less one, of a subnormal float32
+_ONE = u8(1)
+
+
 def fma(a, b, c):
-    return (a.astype(f8) * b + c).astype(f4)
+    """a b + c of float32 values, rounded once, to nearest even.
+
+    The product is exact in float64. Its sum with c, rounded to float64, rounds on to the right float32 value unless it
+    lies in the middle between two of them (or below the normal ones, where the middles are elsewhere): only then does
+    what float64 lost matter. A zero has lost nothing.
+    """
+    product = a.astype(f8) * b
+    s = product + c
+    bits = s.view(u8)
+    if (bits & _LOST == _TIE).any() or (bits + bits - _ONE < _SUBNORMAL).any():
+        return round_to_odd(*two_sum(product, c.astype(f8))).astype(f4)
+    return s.astype(f4)
+
+
+def round_to_odd(s, e):
+    """The exact value s + e (float64 s, error term e) in float64 with the last bit set if anything was lost.
+
+    Rounding that to a shorter type is a single rounding of the exact value.
+    """
+    bits = np.asarray(s).view(i8)
+    with np.errstate(invalid="ignore"):
+        toward = np.where((e > 0) == (s > 0), 1, -1)
+        even = (e != 0) & (bits & 1 == 0) & np.isfinite(s)
+    return np.where(even, bits + toward, bits).view(f8)[()]
+
+
+def fma_double(a, b, c):
+    """a b + c of float64 values, rounded once, to nearest even: exactly, by rational numbers (rare instructions)."""
+
+    def one(x, y, z):
+        if not (math.isfinite(x) and math.isfinite(y) and math.isfinite(z)):
+            return x * y + z
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        try:
+            return float(exact) if exact else x * y + z  # for the zero's sign
+        except OverflowError:
+            return math.inf if exact > 0 else -math.inf
+
+    if not any(isinstance(v, np.ndarray) and v.ndim for v in (a, b, c)):
+        return f8(one(float(a), float(b), float(c)))
+    rows = zip(*(lanes(v, f8).tolist() for v in (a, b, c)), strict=True)
+    return np.array([one(*row) for row in rows], f8)
 
 
 def round_exact(s, e, mode):
@@ -371,13 +420,22 @@ def from_half(bits, bf16):
     return (bits.astype(u4) << 16).view(f4) if bf16 else bits.view(f2).astype(f4)
 
 
+def fma_odd(a, b, c):
+    """a b + c of 16-bit values (held as float32), in float32 so that rounding it to 16 bits is a single rounding."""
+    wide = round_to_odd(*two_sum(a.astype(f8) * b, c.astype(f8)))
+    r = wide.astype(f4)
+    low = np.where(np.abs(r) > np.abs(wide), np.nextafter(r, f4(0)), r)  # toward zero, then odd if inexact
+    inexact = (low != wide) & np.isfinite(wide)
+    return np.where(inexact, low.view(u4) | u4(1), low.view(u4)).view(f4)
+
+
 def half2(function, bf16, *values):
     """A float32 function applied to both halves of packed 16-bit pairs, rounded to nearest once."""
     scalar = all(isinstance(v, int) for v in values)
     arrays = [lanes(v, u4).view(u2) for v in values]
     floats = [(a.astype(u4) << 16).view(f4) if bf16 else a.view(f2).astype(f4) for a in arrays]
-    out = np.asarray(function(*floats))
-    bits = to_bf16(out.astype(f4)) if bf16 else to_f16(out.astype(f4))
+    out = np.asarray(function(*floats)).astype(f4)
+    bits = to_bf16(out) if bf16 else to_f16(out)
     packed = bits.view(u4)
     return int(packed[0]) if scalar else packed
 
