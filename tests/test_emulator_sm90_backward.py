@@ -7,6 +7,7 @@ from tests.compiled import require_kernels
 from tests.emulator.attention import ForwardCase
 from tests.emulator.attention_backward import assert_right, inputs, run_backward
 from tests.emulator.cases import SM90_BACKWARD_CLEAN
+from tests.emulator.fault_hunt import clean_seeds, parts
 from tests.emulator.launch import Options
 
 require_kernels()
@@ -24,6 +25,11 @@ CASES = [
     ForwardCase(1, 1, 64),
     ForwardCase(64, 300, 64, heads=4, kv_heads=2, mask="causal", query_offset=236),
 ]
+
+
+def pytest_generate_tests(metafunc):
+    if "part" in metafunc.fixturenames:
+        metafunc.parametrize("part", parts(metafunc))
 
 
 SPLIT_LENGTHS = ((130, 190, 0), (93, 161, 5), (0, 0, 0), (1, 64, 63))
@@ -60,9 +66,9 @@ def test_backward(case, deterministic):
 
 
 @pytest.mark.parametrize("case", SM90_BACKWARD_CLEAN, ids=lambda case: case.name)
-def test_deterministic_gradients_do_not_depend_on_the_schedule(case, pytestconfig):
+def test_deterministic_gradients_do_not_depend_on_the_schedule(case, part):
     given = inputs(case)
     first = run_backward(case, given, Options(seed=0)).gradients
-    for seed in range(1, 200 if pytestconfig.getoption("--long") else 6):
+    for seed in clean_seeds(part):
         for a, b in zip(first, run_backward(case, given, Options(seed=seed)).gradients, strict=True):
             assert a.tobytes() == b.tobytes()

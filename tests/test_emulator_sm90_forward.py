@@ -3,13 +3,19 @@
 import pytest
 
 from tests.compiled import require_kernels
-from tests.emulator.attention import ForwardCase, artefact, assert_right, run_forward
+from tests.emulator.attention import ForwardCase, assert_right, run_forward
 from tests.emulator.cases import SM90_CASES, SM90_CLEAN
+from tests.emulator.fault_hunt import clean_seeds, parts
 from tests.emulator.launch import Options
 
 require_kernels()
 
 SEEDS = (0, 1, 2, 3)
+
+
+def pytest_generate_tests(metafunc):
+    if "part" in metafunc.fixturenames:
+        metafunc.parametrize("part", parts(metafunc))
 
 
 @pytest.mark.parametrize("case", SM90_CASES, ids=lambda case: case.name)
@@ -30,8 +36,7 @@ def test_schedules_do_not_change_a_bit():
 
 
 @pytest.mark.parametrize("case", SM90_CLEAN, ids=lambda case: case.name)
-def test_clean_over_many_seeds(case, pytestconfig):
+def test_clean_over_many_seeds(case, part):
     operands = case.operands(1)
-    artefact(case.spec)
-    for seed in range(200 if pytestconfig.getoption("--long") else 25):
+    for seed in clean_seeds(part):
         assert_right(case, operands, run_forward(case, operands, Options(seed=seed)))

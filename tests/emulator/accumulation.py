@@ -82,3 +82,31 @@ def accumulate(a: np.ndarray, b: np.ndarray, c: np.ndarray, rule: Rule) -> np.nd
             summed = to_float32(total + summed, rule.final).astype(np.float64)
         total = summed
     return total.astype(np.float32)
+
+
+HOPPER = Rule(16, 25, "sum", "zero", "inside", "zero")
+"""wgmma of 16-bit operands as measured on an H200 (docs/emulator.md): accumulator and 16 products are cut towards
+zero 25 bits below the largest exponent, added exactly, and the sum is cut to float32."""
+
+_FRACTION = np.int64(-1 << 29)  # mask of a float64's bits that keeps the 24 significant bits of a float32
+
+
+def _exponents(x: np.ndarray) -> np.ndarray:
+    """Of float32 values, as int16."""
+    fields = (x.view(np.uint32) >> 23 & 255).astype(np.int16) - np.int16(127)
+    return np.where(x == 0, np.int16(_NOTHING), fields)
+
+
+def hopper_product(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
+    """c + a b^T by :data:`HOPPER`. a: (M, 16), b: (N, 16) float32 values of 16-bit operands; c: (M, N) float32."""
+    products = a.T.astype(np.float64)[:, :, None] * b.T.astype(np.float64)[:, None, :]
+    top = (_exponents(a).T[:, :, None] + _exponents(b).T[:, None, :]).max(0)
+    if c is not None:
+        top = np.maximum(top, _exponents(c))
+    quantum = np.ldexp(1.0, np.maximum(top, -500) - HOPPER.bits)
+    products /= quantum
+    total = np.trunc(products, out=products).sum(0)
+    if c is not None:
+        total += np.trunc(c / quantum)
+    total = (total.view(np.int64) & _FRACTION).view(np.float64)
+    return (total * quantum).astype(np.float32)

@@ -35,7 +35,8 @@ class ForwardCase:
     """One forward call: query (batch, seqlen_q, heads, head_dim), key and value (batch, seqlen_k, kv_heads, ...).
 
     ``lengths``: per batch entry (q_len, kv_len, query_offset), which makes the call varlen. ``left``/``right`` count
-    with mask "window". ``ramp`` makes the scores of later keys larger, so that running maxima keep moving.
+    with mask "window". ``ramp`` makes the scores of later keys larger (of earlier ones if it is negative), so that
+    running maxima keep moving.
     """
 
     seqlen_q: int
@@ -84,7 +85,8 @@ class ForwardCase:
         dtype = DTYPES[self.dtype]
         q = random.standard_normal((self.batch, self.seqlen_q, self.heads, self.head_dim))
         k = random.standard_normal((self.batch, self.seqlen_k, self.kv_heads, self.head_dim))
-        k *= (1 + self.ramp * np.arange(self.seqlen_k))[None, :, None, None]
+        steps = np.arange(self.seqlen_k) if self.ramp >= 0 else np.arange(self.seqlen_k)[::-1]
+        k *= (1 + abs(self.ramp) * steps)[None, :, None, None]
         v = random.standard_normal((self.batch, self.seqlen_k, self.kv_heads, self.head_dim_v or self.head_dim))
         return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 

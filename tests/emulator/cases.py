@@ -32,12 +32,21 @@ SM90_CASES = [
 ]
 """Forward calls that reach every variant of the Hopper kernel; on a GPU the same calls check the emulator."""
 
-SM90_FAULTS = ForwardCase(400, 420, 64, mask="causal", multiprocessors=1, ramp=0.01)
-"""Several tiles in one CTA, several key blocks each, moving maxima: every buffer and phase is used again."""
+SM90_FAULTS = [
+    ForwardCase(500, 420, 64, mask="causal", multiprocessors=1, ramp=0.01),
+    ForwardCase(200, 300, 64, mask="causal", multiprocessors=1, heads=3, query_offset=-150, ramp=-0.01),
+]
+"""Several tiles in one CTA, several key blocks each, moving maxima: every buffer and phase is used again. The second
+case has tiles without keys. One kernel serves all of them."""
+SM90_ROWS = ForwardCase(190, 420, 64, mask="causal", query_offset=230, ramp=-0.02)
+"""Scores that grow from block to block, in rows that see all blocks but the last few keys."""
 SM90_CLEAN = [ForwardCase(280, 300, 64, mask=mask, multiprocessors=1) for mask in ("none", "causal")]
 SM90_BACKWARD_CLEAN = [ForwardCase(270, 300, 64, heads=2, kv_heads=1, mask=mask) for mask in ("none", "causal")]
-SM100_FAULTS = ForwardCase(130, 300, 128, heads=3, multiprocessors=1, ramp=0.01, arch="sm_100f")
-"""Three tiles in one CTA, three key blocks each, a ring that wraps, moving maxima."""
+SM100_FAULTS = [
+    ForwardCase(130, keys, 128, heads=heads, multiprocessors=1, ramp=0.01, arch="sm_100f")
+    for keys, heads in ((300, 3), (100, 5), (200, 4))
+]
+"""Several tiles in one CTA with three, one and two key blocks each, a ring that wraps, moving maxima."""
 SM100_BACKWARD_FAULTS = ForwardCase(270, 300, 64, heads=2, kv_heads=1, arch="sm_100f")
 SM100_PAIR_FAULTS = ForwardCase(270, 256, 128, arch="sm_100f")
 """One pair of CTAs, three steps: the exchange of dS goes through both phases of its barriers and round again."""

@@ -120,12 +120,11 @@ def wgmma(t: Translator, ins: Instruction) -> None:
     action = ins.parts[1]
     t.at(ins)
     if action == "fence":
-        t.line("w.wgmma_fenced = True")
+        pass  # what it must order is checked before a kernel runs: fences.py
     elif action == "commit_group":
         t.line("w.wgmma_groups.commit()")
     elif action == "wait_group":
         t.line("yield")
-        t.line("w.wgmma_fenced = False")
         wait(t, f"w.groups_begin('wgmma', {ins.operands[0][1]}, False)", "w.groups_again()")
     else:
         _product(t, ins)

@@ -58,7 +58,7 @@ def load(t: Translator, ins: Instruction) -> None:
     elif uniform:
         if strong:
             t.line("yield")
-        t.line(f"t = w.ld_uniform({where!r}, {source}, {nbytes}, {vector}, {strong})")
+        t.line(f"t = w.ld_uniform({where!r}, {source}, {nbytes}, {vector}, {t.mask}, {strong})")
     else:
         if strong:
             t.line("yield")

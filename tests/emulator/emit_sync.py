@@ -109,7 +109,7 @@ def fence(t: Translator, ins: Instruction) -> None:
         if kind.startswith("async"):
             shared = not target.startswith("global") and not kind.endswith("global")
             everything = not target.startswith("shared") and "shared" not in kind
-            t.line(f"w.proxy_fence({shared}, {everything})")
+            t.line(f"w.proxy_fence({shared}, {everything}, {t.mask})")
         return
     if "mbarrier_init" in ins.parts:
         t.line("w.announce_barriers()")

@@ -11,6 +11,7 @@ import numpy as np
 
 from . import copies, tma, wgmma
 from .errors import EmulatorError, SyncError
+from .fences import accesses_after_fence
 from .machine import Launch, Machine
 from .memory import PARAM_BASE, SHARED_RESERVED, GlobalMemory, Region
 from .ptx import Kernel, parse
@@ -31,6 +32,7 @@ class Options:
     ``unwaited_loads``: accept kernels that use registers of tcgen05.ld before tcgen05.wait::ld (ptxas makes them work;
     PTX gives no such guarantee). ``tensor_fences``: require tcgen05.fence::before_thread_sync and ::after_thread_sync
     around the barriers that hand tensor memory between threads, as PTX does (CuTe-DSL pipelines emit none).
+    ``chip_products``: wgmma adds as an H200 does, bit by bit (half as fast as in float32, which is the default).
     """
 
     seed: int = 0
@@ -39,15 +41,18 @@ class Options:
     resident: int = 16
     unwaited_loads: bool = False
     tensor_fences: bool = False
+    chip_products: bool = False
 
 
 @dataclass
 class Report:
-    """What a launch did: counters by name, PTX instructions by opcode (per warp), the PTX lines that were executed."""
+    """What a launch did: counters by name, PTX instructions by opcode (per warp), the PTX lines that were executed, and
+    those of the tcgen05 fences (with ``tensor_fences``) and warp barriers that ordered anything."""
 
     counters: dict[str, int] = field(default_factory=dict)
     opcodes: dict[str, int] = field(default_factory=dict)
     lines: set[int] = field(default_factory=set)
+    effects: set[int] = field(default_factory=set)
 
 
 class Program:
@@ -86,6 +91,7 @@ class Program:
         self.warp, self.source, flow = compile_kernel(
             kernel, symbols, one_dimensional, block[0] * block[1] * block[2] % 32 != 0
         )
+        self.unfenced = accesses_after_fence(flow)
         self.block_count = len(flow.blocks)
         self.histograms, self.lines = [], []
         for b in flow.blocks:
@@ -128,10 +134,14 @@ def execute(found: Program, launch: Launch, memory: GlobalMemory, params: bytes,
     if found.kernel.tensor_hazards and not options.unwaited_loads:
         use, load = found.kernel.tensor_hazards[0]
         raise SyncError(f"PTX line {use} uses a register of the tcgen05.ld in line {load} before tcgen05.wait::ld")
+    if found.unfenced:
+        product, access = found.unfenced[0]
+        what = f"the access to its registers in line {access}" if access else "the kernel's beginning"
+        raise SyncError(f"wgmma.mma_async in PTX line {product} without wgmma.fence after {what}")
     machine = Machine(
         found, launch, memory, params, seed=options.seed, temperament=options.temperament,
         detect_races=options.detect_races, resident=options.resident, tensor_maps=tensor_maps,
-        tensor_fences=options.tensor_fences,
+        tensor_fences=options.tensor_fences, chip_products=options.chip_products,
     )  # fmt: skip
     padded = np.zeros(-(-max(len(params), 16) // 16) * 16, np.uint8)
     padded[: len(params)] = np.frombuffer(params, np.uint8)
@@ -148,7 +158,7 @@ def execute(found: Program, launch: Launch, memory: GlobalMemory, params: bytes,
         if options.detect_races and region.writable:
             region.shadow = Shadow(region.name, region.size, machine.columns, PROXY_GLOBAL, False)
     machine.run()
-    report = Report(counters=dict(machine.counters))
+    report = Report(counters=dict(machine.counters), effects=machine.effects)
     for times, histogram, lines in zip(machine.block_counts, found.histograms, found.lines, strict=True):
         if times:
             report.lines.update(lines)

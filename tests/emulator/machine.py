@@ -87,7 +87,8 @@ class Machine:
 
     def __init__(self, program, launch: Launch, memory: GlobalMemory, params: bytes, *, seed: int = 0,
                  temperament: str | None = None, detect_races: bool = True, resident: int = 16,
-                 tensor_maps: dict | None = None, tensor_fences: bool = False):  # fmt: skip
+                 tensor_maps: dict | None = None, tensor_fences: bool = False,
+                 chip_products: bool = False):  # fmt: skip
         self.program, self.launch, self.memory, self.params = program, launch, memory, params
         self.adversary = Adversary(seed, temperament)
         self.detect_races = detect_races
@@ -98,7 +99,9 @@ class Machine:
         warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32) * self.cluster_size
         self.columns = Columns(1 + self.resident * (warps + 64 * self.cluster_size))
         self.tensor_maps = tensor_maps or {}
-        self.tensor_fences = tensor_fences
+        self.tensor_fences, self.chip_products = tensor_fences, chip_products
+        self.tensor_columns: set[int] = set()  # clock columns of those who access tensor memory
+        self.effects: set[int] = set()  # PTX lines of fences and warp barriers that ordered something
         self.waiting: list[tuple[int, int, int]] = []
         self.runnable: list[Warp] = []
         self.blocked: dict[Warp, Waitable] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .errors import MemoryFault
-from .race import GRANULE, Accessor, Shadow
+from .race import GRANULE, SEVERAL, Accessor, Shadow
 
 GLOBAL_BASE = 0x7F0000000000
 PARAM_BASE = 0x060000000000
@@ -74,6 +74,11 @@ def granules(offsets: np.ndarray, nbytes: int) -> np.ndarray:
     return first[:, None] + np.arange(nbytes // GRANULE)
 
 
+def by_granule(lanes, index: np.ndarray):
+    """Lanes (n,) as an array that broadcasts to granule numbers (n,) or (n, g)."""
+    return lanes[:, None] if isinstance(lanes, np.ndarray) and index.ndim == 2 else lanes
+
+
 class GlobalMemory:
     """The global address space: caller's buffers and module variables."""
 
@@ -120,26 +125,35 @@ class GlobalMemory:
         raise MemoryFault(f"{who()}: global address {address:#x} is in no buffer{hint}")
 
 
-def load(region: Region, offsets: np.ndarray, itemsize: int, vector: int, who: Accessor, line: int) -> np.ndarray:
-    """Gathers at byte offsets (n,). Returns (vector, n) unsigned integers."""
+def load(
+    region: Region, offsets: np.ndarray, itemsize: int, vector: int, who: Accessor, line: int, lanes=None
+) -> np.ndarray:
+    """Gathers at byte offsets (n,). Returns (vector, n) unsigned integers. ``lanes``: the lane of each offset, SEVERAL
+    for one that all active lanes read, None where no single lane reads."""
     nbytes = itemsize * vector
     region.check(offsets, nbytes, who.describe, region.base)
     if region.shadow is not None:
-        region.shadow.read(granules(offsets, nbytes), who, line)
+        index = granules(offsets, nbytes)
+        records = region.shadow.read(index, who, line)
+        lanes = by_granule(lanes, index) if nbytes >= GRANULE else None
+        region.shadow.lanes_read(index, lanes, who, line, records)
     if vector == 1:
         return region.view(itemsize)[offsets // itemsize][None]
     return np.ascontiguousarray(region.view(itemsize, vector)[offsets // nbytes].T)
 
 
-def store(region: Region, offsets: np.ndarray, values: np.ndarray, itemsize: int, who: Accessor, line: int) -> None:
-    """Scatters values (vector, n) at byte offsets (n,)."""
+def store(region: Region, offsets: np.ndarray, values: np.ndarray, itemsize: int, who: Accessor, line: int,
+          lanes=SEVERAL) -> None:  # fmt: skip
+    """Scatters values (vector, n) at byte offsets (n,). ``lanes`` as for :func:`load`."""
     vector = len(values)
     nbytes = itemsize * vector
     region.check(offsets, nbytes, who.describe, region.base)
     if not region.writable:
         raise MemoryFault(f"{who.describe()} writes {region.name}, which is read-only")
     if region.shadow is not None:
-        region.shadow.write(granules(offsets, nbytes), who, line)
+        index = granules(offsets, nbytes)
+        region.shadow.write(index, who, line)
+        region.shadow.lanes_write(index, by_granule(lanes, index) if nbytes >= GRANULE else SEVERAL, who, line)
     if region.versions is not None:
         region.versions[offsets >> 12] += 1
     if vector == 1:

@@ -11,18 +11,27 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jax_fa4.kernels.plans import backward_specs
 from jax_fa4.kernels.spec import KernelSpec
 from jax_fa4.kernels.store import make
-from tests.emulator.cases import SM90_BACKWARD_CLEAN, SM90_CLEAN, SM90_FAULTS, SM100_BACKWARD_FAULTS, SM100_FAULTS
+from tests.emulator.attention_backward import specs_of
+from tests.emulator.cases import (
+    SM90_BACKWARD_CLEAN,
+    SM90_CLEAN,
+    SM90_FAULTS,
+    SM90_ROWS,
+    SM100_BACKWARD_FAULTS,
+    SM100_FAULTS,
+    SM100_PAIR_FAULTS,
+)
 from tests.gpu.emulator_agreement import CASES
 
 
 def specs() -> list[KernelSpec]:
     """Every spec once, by name."""
-    found = {case.spec for case in (*CASES, SM90_FAULTS, *SM90_CLEAN, SM100_FAULTS)}
-    for case in (*SM90_BACKWARD_CLEAN, SM100_BACKWARD_FAULTS):
-        found.update(backward_specs(case.arch, case.problem, mask=case.mask, varlen=case.lengths is not None))
+    found = {case.spec for case in (*CASES, *SM90_FAULTS, SM90_ROWS, *SM90_CLEAN, *SM100_FAULTS)}
+    for case in SM90_BACKWARD_CLEAN:
+        found.update(specs_of(case))
+    found.update((*specs_of(SM100_BACKWARD_FAULTS, False), *specs_of(SM100_PAIR_FAULTS, True)))
     return sorted(found, key=lambda spec: spec.name)
 
 

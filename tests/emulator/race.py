@@ -77,12 +77,17 @@ class Columns:
 
 
 class Accessor:
-    """Who accesses memory: its column, its clock, the text for reports."""
+    """Who accesses memory: its column, its clock, the text for reports; for a warp its clock when its lanes last met
+    (``met``)."""
 
-    __slots__ = ("clock", "column", "describe", "flags")
+    __slots__ = ("clock", "column", "describe", "flags", "met")
 
     def __init__(self, column: int, clock: np.ndarray, flags: int, describe):
         self.column, self.clock, self.flags, self.describe = column, clock, flags, describe
+        self.met = 0
+
+
+SEVERAL = -1  # in place of a lane's number: unknown, or more than one
 
 
 class Shadow:
@@ -100,6 +105,44 @@ class Shadow:
         self.records: list[tuple[int, int, int, int, Accessor | None]] = [(0, 0, 0, 0, None)]
         self.readers: dict[int, np.ndarray] = {}
         self.latest: dict[int, tuple[int, int, Accessor]] = {}  # column -> (latest clock, line, who) of its reads
+        self.writing_lane = np.full(count, SEVERAL, np.int8)
+        self.reading_lanes: dict[int, np.ndarray] = {}  # column -> each granule's last reading lane
+
+    # Lanes of one warp share a column. An access by one lane to what another lane wrote (or read) needs a point in
+    # between where the lanes met: a warp barrier or a wider one, or a passed mbarrier.
+
+    def lanes_read(self, index, lanes, who: Accessor, line: int, records: list[int]) -> None:
+        """Checks and notes which lane reads which granules. ``lanes``: a number, or an array that broadcasts to
+        ``index``; SEVERAL for all lanes; None where no single lane reads a granule (nothing is checked then)."""
+        row = self.reading_lanes.get(who.column)
+        if row is None:
+            row = self.reading_lanes[who.column] = np.full(len(self.last), SEVERAL, np.int8)
+        row[index] = SEVERAL if lanes is None else lanes
+        for record in () if lanes is None else records:
+            column, clock, flags, write_line, _ = self.records[record]
+            if column != who.column or clock <= who.met or (flags | who.flags) & (ASYNC | STRONG):
+                continue
+            writers = self.writing_lane[index]
+            bad = (writers != lanes) & (writers != SEVERAL) & (self.last[index] == record)
+            if bad.any():
+                raise RaceError(
+                    f"{who.describe()} reads {self.name}+{self._place(index, record):#x} in another lane than wrote it "
+                    f"(PTX line {write_line}), without a barrier between its lanes"
+                )
+
+    def lanes_write(self, index, lanes, who: Accessor, line: int) -> None:
+        """The same for a write, after :meth:`write`."""
+        found = self.latest.get(who.column)
+        if found is not None and found[0] > who.met and not who.flags & (ASYNC | STRONG):
+            readers = self.reading_lanes[who.column][index]
+            recent = self.readers[who.column][index] > who.met
+            bad = recent & (readers != SEVERAL) & (readers != lanes)
+            if bad.any():
+                raise RaceError(
+                    f"{who.describe()} overwrites {self.name}+{self._at(index, bad):#x}, which another lane has read "
+                    f"(PTX line about {found[1]}), without a barrier between its lanes"
+                )
+        self.writing_lane[index] = lanes
 
     def mark_written(self, index) -> None:
         """Memory that the host or an initialising instruction wrote before anybody could race with it."""
@@ -133,7 +176,12 @@ class Shadow:
 
     def _place(self, index, record: int) -> int:
         """Byte offset of the first granule whose last record is ``record``."""
-        at = int(np.flatnonzero(self.last[index].ravel() == record)[0])
+        return self._at(index, self.last[index] == record)
+
+    @staticmethod
+    def _at(index, chosen: np.ndarray) -> int:
+        """Byte offset of the first granule that is chosen."""
+        at = int(np.flatnonzero(chosen.ravel())[0])
         if isinstance(index, slice):
             return (index.start + at) * GRANULE
         return int(np.asarray(index).ravel()[at]) * GRANULE
@@ -166,12 +214,10 @@ class Shadow:
             if latest > seen and column != who.column:
                 row = self.readers[column][index]
                 if np.maximum.reduce(row, axis=None) > seen:
-                    at = int(np.flatnonzero((row > seen).ravel())[0])
-                    start = index.start + at if isinstance(index, slice) else int(np.asarray(index).ravel()[at])
                     name = reader.describe() if reader.flags & ASYNC else self.columns.names[column]
                     raise RaceError(
-                        f"{who.describe()} overwrites {self.name}+{start * GRANULE:#x}, not ordered after the read by "
-                        f"{name} (PTX line about {read_line})"
+                        f"{who.describe()} overwrites {self.name}+{self._at(index, row > seen):#x}, not ordered after "
+                        f"the read by {name} (PTX line about {read_line})"
                     )
         self.records.append((who.column, int(who.clock[ORDER, who.column]), who.flags & 3, line, who))
         self.last[index] = len(self.records) - 1

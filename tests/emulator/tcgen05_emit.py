@@ -52,7 +52,7 @@ def relinquish(t: Translator, ins: Instruction) -> None:
 @opcode("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(t: Translator, ins: Instruction) -> None:
     t.at(ins)
-    t.line(f"w.tensor_fence({ins.parts[1] == 'fence::after_thread_sync'})")
+    t.line(f"w.tensor_fence({ins.parts[1] == 'fence::after_thread_sync'}, {t.mask})")
 
 
 @opcode("tcgen05.wait::ld", "tcgen05.wait::st")

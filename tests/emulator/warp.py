@@ -47,10 +47,11 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
         self.bulk = Groups("bulk-copy groups")
         self.wgmma_groups = Groups("wgmma groups")
         self.wgmma_queue = None
-        self.wgmma_fenced = False
         self.cluster_phase: int | None = None
         self.fence_clock: np.ndarray | None = None
         self.loose = False  # several lanes have accessed memory since the warp last synchronised its lanes
+        self.touched = False  # any lane has
+        self.lane_fences: list = []  # what fences of several lanes have changed since: (where, values before)
         self.synced = 0  # this warp's clock at that time
         self.unannounced: list = []  # mbarriers initialised since the last fence
         self.pending_acquire: np.ndarray | None = None
@@ -98,17 +99,36 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
 
     def sync_lanes(self) -> None:
         """The lanes have met (bar.warp.sync or a wider barrier): each may now publish what the others did."""
-        self.loose = False
+        if self.touched or self.lane_fences:
+            self.machine.effects.add(self.line)
+        self.loose = self.touched = False
+        self.lane_fences.clear()
         self.synced = int(self.clocks[ORDER, self.column])
+        self.lanes_met()
+
+    def lanes_met(self) -> None:
+        """Whatever a lane has done so far, the others may build on."""
+        self.generic.met = self.strong.met = int(self.clocks[ORDER, self.column])
         self.tick()
 
     def published(self, mask) -> np.ndarray:
-        """The clock that an arrival by the lanes ``mask`` publishes: not what other lanes did since they last met."""
-        if not self.loose or np.count_nonzero(mask) == self.thread_count:
+        """The clock that an arrival by the lanes ``mask`` publishes: not what other lanes did since they last met, nor
+        what their fences made visible."""
+        if not (self.loose or self.lane_fences) or np.count_nonzero(mask) == self.thread_count:
             return self.clocks
         clocks = self.clocks.copy()
-        clocks[:, self.column] = np.minimum(clocks[:, self.column], self.synced)
+        if self.loose:
+            clocks[:, self.column] = np.minimum(clocks[:, self.column], self.synced)
+        for changed, values in reversed(self.lane_fences):
+            clocks[changed] = values
         return clocks
+
+    def note_fence(self, before: np.ndarray, mask) -> None:
+        """Every lane's fence covers that lane's accesses only: keeps what one lane may not publish for the others."""
+        if np.count_nonzero(mask) > 1:
+            changed = before != self.clocks
+            if changed.any():
+                self.lane_fences.append((changed, before[changed]))
 
     # ---- lanes -------------------------------------------------------------------------------------------------------
     @staticmethod

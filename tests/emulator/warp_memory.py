@@ -7,9 +7,10 @@ import numpy as np
 from .errors import MemoryFault, UnsupportedError
 from .lanes import FULL, bf2, f2, f4, f8, i8, u4, u8
 from .memory import GLOBAL_BASE, PARAM_BASE, SHARED_WINDOW, Region, granules, load, store
-from .race import join
+from .race import SEVERAL, join
 
 _DTYPES = {1: np.uint8, 2: np.uint16, 4: u4, 8: u8}
+_LANES = np.arange(32, dtype=np.int8)
 
 
 class WarpMemory:
@@ -75,19 +76,22 @@ class WarpMemory:
         self.loose = self.loose or mask is FULL or np.count_nonzero(mask) > 1
         self.count_access(space, groups, itemsize * vector, "read")
         if len(groups) == 1 and groups[0][1] is None:
-            return load(groups[0][0], groups[0][2], itemsize, vector, who, self.line)
+            return load(groups[0][0], groups[0][2], itemsize, vector, who, self.line, _LANES)
         out = np.zeros((vector, 32), _DTYPES[itemsize])
         for region, where, offsets in groups:
-            out[:, where] = load(region, offsets, itemsize, vector, who, self.line)
+            out[:, where] = load(region, offsets, itemsize, vector, who, self.line, _LANES if where is None else where)
         return out
 
-    def ld_uniform(self, space: str, address: int, itemsize: int, vector: int, strong: bool = False) -> list[int]:
-        """One address for all lanes: a list of ints."""
+    def ld_uniform(self, space: str, address: int, itemsize: int, vector: int, mask, strong: bool = False) -> list[int]:
+        """One address for all active lanes: a list of ints."""
         who = self.strong if strong else self.generic
         region, offset, _ = self.resolve(space, address)
         offsets = np.array([offset])
         self.count_access(space, [(region, None, offsets)], itemsize * vector, "read")
-        return [int(v) for v in load(region, offsets, itemsize, vector, who, self.line)[:, 0]]
+        lane = SEVERAL
+        if region.shadow is not None and mask is not FULL and np.count_nonzero(mask) == 1:
+            lane = int(mask.argmax())
+        return [int(v) for v in load(region, offsets, itemsize, vector, who, self.line, lane)[:, 0]]
 
     def st(self, space: str, address, values: list, itemsize: int, mask, strong: bool = False) -> None:
         """``values``: one array or scalar per vector element."""
@@ -98,7 +102,8 @@ class WarpMemory:
             region, offset, _ = self.resolve(space, address)
             data = np.array([[v[lane] if isinstance(v, np.ndarray) else v] for v in values]).astype(dtype)
             self.count_access(space, [(region, None, np.array([offset]))], itemsize * len(values), "write")
-            store(region, np.array([offset]), data, itemsize, who, self.line)
+            several = mask is FULL or np.count_nonzero(mask) > 1
+            store(region, np.array([offset]), data, itemsize, who, self.line, SEVERAL if several else lane)
             return
         data = np.empty((len(values), 32), dtype)
         for i, v in enumerate(values):
@@ -107,10 +112,14 @@ class WarpMemory:
         groups = self._offsets(space, address, mask)
         self.count_access(space, groups, itemsize * len(values), "write")
         for region, where, offsets in groups:
-            store(region, offsets, data if where is None else data[:, where], itemsize, who, self.line)
+            if where is None:
+                store(region, offsets, data, itemsize, who, self.line, _LANES)
+            else:
+                store(region, offsets, data[:, where], itemsize, who, self.line, where)
 
     def count_access(self, space: str, groups: list, nbytes: int, kind: str) -> None:
         counters = self.machine.counters
+        self.touched = True
         for region, _, offsets in groups:
             name = ("shared_" if region.base < GLOBAL_BASE and region.name[0] == "s" else "global_") + kind
             counters[name] = counters.get(name, 0) + len(offsets) * nbytes

@@ -119,6 +119,7 @@ class WarpSync:
 
     def _passed(self, barrier: Mbarrier) -> None:
         join(self.clocks, barrier.completed)
+        self.lanes_met()
         self.passed = True
         self.may_time_out = False
         self.wait_note = ""
@@ -218,13 +219,15 @@ class WarpSync:
             barrier.announced = True
         self.unannounced.clear()
 
-    def proxy_fence(self, shared: bool, everything_global: bool) -> None:
+    def proxy_fence(self, shared: bool, everything_global: bool, mask) -> None:
         """``fence.proxy.async``: generic accesses so far become visible to the async proxy."""
+        before = self.clocks.copy()
         if shared:
             join(self.clocks[PROXY_SHARED], self.clocks[ORDER])
             self.announce_barriers()
         if everything_global:
             join(self.clocks[PROXY_GLOBAL], self.clocks[ORDER])
+        self.note_fence(before, mask)
         self.tick()
 
     # ---- groups of asynchronous operations ---------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import re
 
 import numpy as np
 
-from .errors import SyncError, UnsupportedError
+from .accumulation import hopper_product
+from .errors import UnsupportedError
 from .lanes import f4
 from .matrix import decode_wgmma, fetch, to_float
 from .operations import Operation
@@ -103,11 +104,13 @@ class Product(Operation):
         else:
             a = from_registers(self.a, self.bf16)
         b = fetch(shared, decode_wgmma(self.b), self.n, self.b_k_major, self.bf16, self.accessor, self.line)
-        product = a @ b.T
         if self.scale < 0:
-            product = -product
+            a = -a
         d = self.accumulator
-        d.value = product if not self.keep else d.value + product
+        if self.machine.chip_products:
+            d.value = hopper_product(a, b, d.value if self.keep else None)
+        else:
+            d.value = a @ b.T if not self.keep else d.value + a @ b.T
         d.pending -= 1
         if d.pending == 0:
             d.show()
@@ -145,8 +148,6 @@ def issue(
     found = owner.get(id(registers[0]))
     chained = found is not None and all(map(operator.is_, registers, found.rows))
     from_smem = isinstance(a, int)
-    if not warp.wgmma_fenced and not (chained and from_smem and found.pending):
-        raise SyncError(f"{warp.describe()}: wgmma.mma_async without wgmma.fence after other accesses to its registers")
     if not chained:
         found = Accumulator(len(registers))
         if keep:

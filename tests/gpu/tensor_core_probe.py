@@ -146,14 +146,15 @@ def on_gpu(ptx: str, entry: str, blocks: int, arrays: list[np.ndarray]) -> None:
         array.reshape(-1).view(np.uint8)[:] = buffer.cpu().numpy()
 
 
-def in_emulator(ptx: str, entry: str, blocks: int, arrays: list[np.ndarray]) -> None:
-    from tests.emulator.launch import run_foreign
+def in_emulator(ptx: str, entry: str, blocks: int, arrays: list[np.ndarray], chip_products: bool = False) -> None:
+    from tests.emulator.launch import Options, run_foreign
     from tests.emulator.memory import GlobalMemory
 
     memory = GlobalMemory()
     pointers = [memory.add(f"array {i}", x.reshape(-1).view(np.uint8)).base for i, x in enumerate(arrays)]
     parameters = [struct.pack("<Q", pointer) for pointer in pointers]
-    run_foreign(ptx, entry, (blocks, 1, 1), (THREADS, 1, 1), (1, 1, 1), 0, parameters, memory)
+    run_foreign(ptx, entry, (blocks, 1, 1), (THREADS, 1, 1), (1, 1, 1), 0, parameters, memory,
+                Options(chip_products=chip_products))  # fmt: skip
 
 
 def multiply(launch: Launcher, dtype: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, registers: bool) -> np.ndarray:

@@ -149,6 +149,7 @@ class WarpTensor:
             name = f"tensor-memory {which[1:]} of warp {self.index} of CTA {self.cta.ctaid}"
             port = _Port(self.machine, name, self.clocks)
             setattr(self, which, port)
+            self.machine.tensor_columns.add(port.column)
         return port
 
     def _tensor_place(self, part: Fragment, address: int) -> tuple[TensorMemoryUnit, TensorAddress]:
@@ -225,16 +226,23 @@ class WarpTensor:
         if port is not None:
             port.wait(self.view)
 
-    def tensor_fence(self, after: bool) -> None:
+    def tensor_fence(self, after: bool, mask) -> None:
         """tcgen05.fence::after_thread_sync (``after``) or ::before_thread_sync."""
         if not self.machine.tensor_fences:
             return
+        ports = [port for port in (self._loads, self._stores) if port is not None]
         if after:
+            own = {port.column for port in (*ports, self._core) if port is not None}
+            if any(self.clocks[ORDER, c] > self.view[ORDER, c] for c in self.machine.tensor_columns - own):
+                self.machine.effects.add(self.line)
             join(self.view, self.clocks)
         else:
-            for port in (self._loads, self._stores):
-                if port is not None:
-                    self.clocks[ORDER, port.column] = max(port.waited, int(self.clocks[ORDER, port.column]))
+            before = self.clocks.copy()
+            for port in ports:
+                if port.waited > self.clocks[ORDER, port.column]:
+                    self.machine.effects.add(self.line)
+                    self.clocks[ORDER, port.column] = port.waited
+            self.note_fence(before, mask)
 
     def tensor_exit(self) -> None:
         """Raises SyncError when the warp ends with stores not waited for."""
@@ -252,6 +260,7 @@ class WarpTensor:
             )
         if self._core is None:
             self._core = TensorCore(self.machine, f"warp {self.index} of CTA {self.cta.ctaid}", self.clocks)
+            self.machine.tensor_columns.add(self._core.column)
         self._core.issue(work, self.line, self.clocks, self.view)
         self.tick()
 
