@@ -124,11 +124,12 @@ def draw(problem: Problem, mesh: Mesh) -> tuple[jax.Array, ...]:
     return jax.jit(normal, out_shardings=(sharding,) * 4)(0)
 
 
-def compiled(problem: Problem, attend: Callable, mesh: Mesh) -> jax.stages.Compiled:
-    """The program for operands split over ``seq``."""
+def compiled(problem: Problem, attend: Callable, mesh: Mesh, in_flight: int | None) -> jax.stages.Compiled:
+    """The program for operands split over ``seq``; ``in_flight`` as the option."""
     sharding = NamedSharding(mesh, P(None, "seq"))
     abstract = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in problem.shapes()]
-    return jax.jit(problem.function(attend)).lower(*abstract).compile()
+    options = None if in_flight is None else {"xla_gpu_experimental_parallel_collective_overlap_limit": in_flight}
+    return jax.jit(problem.function(attend)).lower(*abstract).compile(compiler_options=options)
 
 
 def gib(program: jax.stages.Compiled) -> float:
@@ -213,9 +214,9 @@ class Bench:
 
     def compile(self, problem: Problem) -> dict[str, jax.stages.Compiled]:
         """The programs of one problem by strategy, and :data:`ALONE`."""
-        programs = {s: compiled(problem, self.attend(s, problem), self.mesh) for s in self.arguments.strategies}
-        reduced = self.reduced(problem)
-        return {**programs, ALONE: compiled(reduced, self.attend(ALONE, reduced), self.alone)}
+        limit, reduced = self.arguments.in_flight, self.reduced(problem)
+        programs = {s: compiled(problem, self.attend(s, problem), self.mesh, limit) for s in self.arguments.strategies}
+        return {**programs, ALONE: compiled(reduced, self.attend(ALONE, reduced), self.alone, limit)}
 
     def plan(self, rate: float) -> float:
         """Seconds of the whole run but start and compilation, if each GPU does ``rate`` TFLOP/s."""
@@ -340,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=0, metavar="RUNS", help="compare the bits of further runs")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="keep profiles here and read the overlap off them")
     parser.add_argument("--link", type=int, default=256, metavar="MIB", help="size for the bandwidths, 0 for none")
+    parser.add_argument("--in-flight", type=int, metavar="N", help="collectives that XLA may overlap (its default: 1)")
     parser.add_argument("--jobs", type=int, default=8, help="programs to compile at the same time")
     parser.add_argument("--plan", action="store_true", help="only say how long this would take")
     parser.add_argument("--rate", type=float, default=500.0, help="TFLOP/s of one GPU that --plan assumes")

@@ -47,10 +47,7 @@ def all_gather_core(call, config: AttentionConfig, operands: Operands, placement
     groups = head_groups(operands, placement.devices)
     queries, keys, values = (jnp.split(x, groups, 2) for x in (operands.query, operands.key, operands.value))
     sinks = [None] * groups if operands.sinks is None else jnp.split(operands.sinks, groups)
-    gathered = [
-        tuple(lax.all_gather(x, placement.axis_name, axis=1, tiled=True) for x in pair)
-        for pair in zip(keys, values, strict=True)
-    ]
+    gathered = [_gather_pair(key, value, placement) for key, value in zip(keys, values, strict=True)]
     ids = operands.key_value_segment_ids
     ids = None if ids is None else gather_sequence(ids, placement)
     outs: list[Array] = []
@@ -70,6 +67,16 @@ def all_gather_core(call, config: AttentionConfig, operands: Operands, placement
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs, 2), jnp.concatenate(lses, 1)
+
+
+def _gather_pair(key: Array, value: Array, placement: Placement) -> tuple[Array, Array]:
+    """Both in the order in which they arrive, in one collective if head dimensions agree: XLA keeps one in flight."""
+    if key.shape == value.shape:
+        both = lax.all_gather(jnp.concatenate([key, value], 2), placement.axis_name, axis=1, tiled=True)
+        key, value = jnp.split(both, 2, 2)
+        return key, value
+    key, value = (lax.all_gather(x, placement.axis_name, axis=1, tiled=True) for x in (key, value))
+    return key, value
 
 
 def _chunks(call, config: AttentionConfig, operands: Operands, placement: Placement) -> tuple[Array, Array]:

@@ -67,9 +67,33 @@ def make_ring(config: AttentionConfig, engine: Engine, placement: Placement, *, 
     return Ring(config, engine, placement, schedule, stops, known)
 
 
-def _send(tree, move: Move, axis_name):
-    """One move of every array of a pytree, each in a transfer of its own dtype."""
-    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, move.edges), tree)
+def _join(tree) -> list[Array]:
+    """The arrays of a pytree as one flat array for each dtype.
+
+    XLA keeps one collective in flight: of two that could hide under the same attention only one would.
+    """
+    leaves = jax.tree.leaves(tree)
+    dtypes = dict.fromkeys(x.dtype for x in leaves)
+    groups = ([jnp.reshape(x, -1) for x in leaves if x.dtype == dtype] for dtype in dtypes)
+    return [group[0] if len(group) == 1 else jnp.concatenate(group) for group in groups]
+
+
+def _part_again(joined: list[Array], like):
+    """Inverse of :func:`_join`, for a pytree like ``like``."""
+    starts = {x.dtype: 0 for x in joined}
+    flat = {x.dtype: x for x in joined}
+
+    def take(x: Array) -> Array:
+        start = starts[x.dtype]
+        starts[x.dtype] += x.size
+        return jnp.reshape(lax.slice_in_dim(flat[x.dtype], start, start + x.size), x.shape)
+
+    return jax.tree.map(take, like)
+
+
+def _send(arrays, move: Move, axis_name):
+    """One move of every array of a pytree, each in a transfer of its own."""
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, move.edges), arrays)
 
 
 def _sum_dtype(operands: Operands) -> Any:
@@ -93,21 +117,23 @@ def _merge(out: Array, lse: Array, new_out: Array, new_lse: Array) -> tuple[Arra
 
 
 def _travel(ring: Ring, operands: Operands, visit):
-    """Calls ``visit(offset, piece)`` for every stop of every piece at this device, transfers issued one step ahead.
+    """Calls ``visit(offset, piece, sharing)`` for every stop of every piece at this device, transfers issued one step
+    ahead; ``sharing`` says whether one is under way then.
 
     ``visit`` returns an array of its results. What has arrived is used only once that is there: XLA would else cut
     tiles off an arrived piece as early as it can, and wait for the transfer before the attention that is to hide it.
     """
     axis = ring.placement.axis_name
     home = Piece(operands.key, operands.value, operands.key_value_segment_ids)
-    arriving = {moves: _send(home, moves[0], axis) for moves in (ring.schedule.up, ring.schedule.down) if moves}
-    done = visit(0, home)
-    for moves, piece in arriving.items():
+    joined = _join(home)
+    arriving = {moves: _send(joined, moves[0], axis) for moves in (ring.schedule.up, ring.schedule.down) if moves}
+    done = visit(0, home, bool(arriving))
+    for moves, arrived in arriving.items():
         for i, move in enumerate(moves):
-            piece, done = lax.optimization_barrier((piece, done))
-            following = _send(piece, moves[i + 1], axis) if i + 1 < len(moves) else piece
-            done = visit(move.offset, piece)
-            piece = following
+            arrived, done = lax.optimization_barrier((arrived, done))
+            following = _send(arrived, moves[i + 1], axis) if i + 1 < len(moves) else arrived
+            done = visit(move.offset, _part_again(arrived, home), i + 1 < len(moves))
+            arrived = following
 
 
 def _visible(ring: Ring, operands: Operands, offset: int, task: Task) -> Array:
@@ -151,11 +177,11 @@ def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array]:
         out, lse = jnp.zeros(shape, dtype), jnp.full((batch, heads, length), -jnp.inf, dtype)
         return tuple(place.vary(operands, out, lse))  # type: ignore[return-value]
 
-    def run(offset: int, piece: Piece, program: Program, state: Any) -> Any:
+    def run(offset: int, piece: Piece, sharing: bool, program: Program, state: Any) -> Any:
         for task in program:
 
             def attend(task=task) -> tuple[Array, Array]:
-                return engine.forward(*_part(ring, operands, piece, offset, task))
+                return engine.forward(*_part(ring, operands, piece, offset, task, sharing))
 
             def merge(state, task=task, attend=attend):
                 start, chunk = task.queries[0] * place.query_chunk, place.query_chunk
@@ -176,9 +202,9 @@ def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array]:
 
     state: Any = None
 
-    def visit(offset: int, piece: Piece) -> Array:
+    def visit(offset: int, piece: Piece, sharing: bool) -> Array:
         nonlocal state
-        state = _run_stop(ring, offset, functools.partial(run, offset, piece), state)
+        state = _run_stop(ring, offset, functools.partial(run, offset, piece, sharing), state)
         return state[1]
 
     _travel(ring, operands, visit)
@@ -186,10 +212,12 @@ def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array]:
     return out.astype(operands.query.dtype), lse
 
 
-def _part(ring: Ring, operands: Operands, piece: Piece, offset: int, task: Task) -> tuple[AttentionConfig, Operands]:
+def _part(
+    ring: Ring, operands: Operands, piece: Piece, offset: int, task: Task, sharing: bool
+) -> tuple[AttentionConfig, Operands]:
     """Config and operands of a task on a piece."""
     local = operands._replace(key=piece.key, value=piece.value, key_value_segment_ids=piece.segment_ids)
-    return ring.placement.part(ring.config, local, offset, task)
+    return ring.placement.part(ring.config, local, offset, task, sharing=sharing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,13 +265,13 @@ def _ring_backward(ring: Ring, residuals, cotangents):
         total = zeros(like) if total is None else total
         return _update(total, slice_chunks(total, chunk, chunks) + part, chunks[0] * chunk, 1)
 
-    def run(offset: int, piece: Piece, program: Program, sums: _Sums) -> _Sums:
+    def run(offset: int, piece: Piece, sharing: bool, program: Program, sums: _Sums) -> _Sums:
         for task in program:
             rows = functools.partial(slice_chunks, length=place.query_chunk, chunks=task.queries)
             row_values = functools.partial(rows, axis=2)
 
             def contribute(sums: _Sums, task=task, rows=rows, row_values=row_values) -> _Sums:
-                config, part = _part(ring, operands, piece, offset, task)
+                config, part = _part(ring, operands, piece, offset, task, sharing)
                 grads = engine.backward(
                     config, part, rows(out), row_values(lse), rows(d_out), row_values(d_lse), wanted
                 )
@@ -275,9 +303,10 @@ def _ring_backward(ring: Ring, residuals, cotangents):
 
     moves = {m.offset: m for m in (*ring.schedule.up, *ring.schedule.down)}
 
-    def visit(offset: int, piece: Piece) -> Array:
+    def visit(offset: int, piece: Piece, sharing: bool) -> Array:
         nonlocal d_query, d_scale, home
-        sums = _run_stop(ring, offset, functools.partial(run, offset, piece), _Sums(d_query, None, None, d_scale))
+        program = functools.partial(run, offset, piece, sharing or bool(carried))
+        sums = _run_stop(ring, offset, program, _Sums(d_query, None, None, d_scale))
         d_query, d_scale, added = sums.query, sums.scale, _Homeward(sums.key, sums.value)
         if offset == 0:
             home = added
@@ -285,7 +314,8 @@ def _ring_backward(ring: Ring, residuals, cotangents):
         direction = 1 if offset > 0 else -1
         before = carried.pop(offset - direction, None)
         if before is not None:
-            added = jax.tree.map(jnp.add, added, _send(before, moves[offset], axis))
+            arrived = _part_again(_send(_join(before), moves[offset], axis), before)
+            added = jax.tree.map(jnp.add, added, arrived)
         following = moves.get(offset + direction)
         going_on = set() if following is None else {source for source, _ in following.edges}
         stopping = tuple(
