@@ -9,6 +9,7 @@ from tests.emulator import attention_backward as backward
 from tests.emulator.attention import ForwardCase, artefact
 from tests.emulator.cases import SM100_BACKWARD_FAULTS as BACKWARD
 from tests.emulator.cases import SM100_PAIR_FAULTS as PAIR
+from tests.emulator.cases import SM100_WIDE_PAIR_FAULTS as WIDE_PAIR
 from tests.emulator.errors import EmulatorError
 from tests.emulator.fault_hunt import PARTS, PER_KIND, parts
 from tests.emulator.launch import Options
@@ -82,9 +83,10 @@ def test_faults_in_the_backward_are_found(kind, backward_kernel, part):
         assert backward_kernel.finds(mutant), f"PTX line {line}"
 
 
-def test_faults_in_the_exchange_of_a_pair_are_found():
+@pytest.mark.parametrize("case", [PAIR, WIDE_PAIR], ids=["d128", "d192x128"])
+def test_faults_in_the_exchange_of_a_pair_are_found(case):
     """Every fault in the warp that sends half of dS to the peer and says what has arrived."""
-    kernel = Backward(PAIR, True)
+    kernel = Backward(case, True)
     lines = kernel.ptx.split("\n")
     (send,) = (number for number, line in enumerate(lines, 1) if SEND in line)
     near = set(range(send - RELAY_LINES, send + RELAY_LINES)) & kernel.executed

@@ -84,12 +84,18 @@ PAIR_SET = {
     "d96": ForwardCase(140, 400, 96, arch=ARCH),
     "d72x128": ForwardCase(140, 400, 72, 128, heads=3, kv_heads=1, arch=ARCH),
     "one": ForwardCase(1, 1, 128, arch=ARCH),
+    "d192x128": ForwardCase(200, 300, 192, 128, arch=ARCH),
+    "d192x128-causal": ForwardCase(300, 520, 192, 128, heads=2, kv_heads=1, mask="causal", query_offset=180, arch=ARCH),
+    "d176x120-window-lengths": ForwardCase(
+        260, 530, 176, 120, 2, 4, 2, "window", 100, 5, lengths=((260, 530, 300), (130, 401, -20)), arch=ARCH
+    ),
+    "d192x128-float16": ForwardCase(65, 130, 192, 128, dtype="float16", arch=ARCH),
 }
 """Problems for the kernel on pairs of CTAs, which calls get for many keys only: one pair and several, odd numbers of
 key blocks and even, a second CTA without keys, pairs without steps."""
 
-CORE_PAIRS = ("dense", "causal")
-PAIR_HEAD_DIMS = ((72, 72), (96, 96), (104, 104), (128, 128), (128, 64))
+CORE_PAIRS = ("dense", "causal", "d192x128")
+PAIR_HEAD_DIMS = ((72, 72), (96, 96), (104, 104), (128, 128), (128, 64), (192, 128), (136, 128))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -148,8 +154,16 @@ def test_any_schedule_gives_the_same_bits_on_pairs(on_pairs, seeds):
 
 
 def test_calls_with_many_keys_get_pairs():
-    for seqlen_k, head_dim, ctas in ((1023, 128, 1), (1024, 64, 1), (1024, 96, 2), (1024, 128, 2)):
-        case = ForwardCase(100, seqlen_k, head_dim, arch=ARCH)
+    for seqlen_k, *head_dims, ctas in (
+        (1023, 192, 128, 1),
+        (1024, 192, 128, 2),
+        (1024, 192, 192, 1),
+        (1024, 64, 64, 1),
+        (1024, 96, 96, 2),
+        (1023, 128, 128, 1),
+        (1024, 128, 128, 2),
+    ):
+        case = ForwardCase(100, seqlen_k, *head_dims, arch=ARCH)
         assert specs_of(case)[1].tile.option("ctas", 1) == ctas
     given = inputs(case)
     assert_right(case, given, run_backward(case, given, Options(seed=1)))

@@ -13,7 +13,14 @@ from jax_fa4.kernels.sm100.backward_pair import tmem as pair_tmem
 from jax_fa4.kernels.sm100.backward_pair.shared import PairMap
 from jax_fa4.kernels.sm100.backward_split import maps
 from jax_fa4.kernels.sm100.backward_split.config import SplitConfig
-from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, sm100_pair_backward_tile, standard_specs
+from jax_fa4.kernels.spec import (
+    DTYPES,
+    MASKS,
+    KernelSpec,
+    UnsupportedSpecError,
+    sm100_pair_backward_tile,
+    standard_specs,
+)
 from tests import sass
 from tests.compiled import require_kernels
 from tests.emulator.attention import ForwardCase, artefact
@@ -36,15 +43,17 @@ MOVED_CYCLES = {64: 768, 128: 1280}
 """dS written once (32 KiB), dQ (float32) written and read as it leaves."""
 
 
-PAIR_OPERAND_CYCLES = 1536
+PAIR_HEAD_DIMS = ((128, 128), (192, 128))
+PAIR_MMA_CYCLES = {(128, 128): 2560, (192, 128): 3328}
+PAIR_OPERAND_CYCLES = {(128, 128): 1536, (192, 128): 2560}
 """Shared-memory operands of a CTA in a pair: S and dP read K or V and half of Q or dO, dV and dK half of dO or Q, dQ
-half of the rows of dS and half of the columns of K, of 256 keys."""
+half of the rows of dS and half of the columns of K, of 256 keys. At 192 K and V are read for each half of the rows."""
 
-PAIR_MOVED_CYCLES = 1024
+PAIR_MOVED_CYCLES = {(128, 128): 1024, (192, 128): 1280}
 """dS written once (32 KiB), half of it read and written as it goes to the peer; half of dQ written and read."""
 
 PAIR_DESIGN_CYCLES = 2688
-"""Shared memory in the design's table."""
+"""Shared memory in the design's table, for 128."""
 
 
 def make_spec(head_dim: int, mask: str = "none", **fields) -> KernelSpec:
@@ -55,20 +64,30 @@ MAIN_SPECS = standard_specs([ARCH], ["backward_main"])
 SINGLE_SPECS, PAIR_SPECS = ([s for s in MAIN_SPECS if s.tile.option("ctas", 1) == ctas] for ctas in (1, 2))
 
 
-def test_every_head_dim_and_mask_of_two_boxes_has_a_kernel_on_pairs():
-    two_boxes = [s for s in SINGLE_SPECS if min(s.head_dim, s.head_dim_v) > sizes.BOX_COLUMNS]
-    assert [s.with_tile(sm100_pair_backward_tile(s.head_dim, s.head_dim_v)) for s in two_boxes] == PAIR_SPECS
+def test_every_mask_and_flag_has_a_kernel_on_pairs():
+    head_dims = ((96, 96), (128, 128), (192, 128))
+    assert {(s.head_dim, s.head_dim_v) for s in PAIR_SPECS} == set(head_dims)
+    assert len(PAIR_SPECS) == len(head_dims) * len(DTYPES) * len(MASKS) * 2
+    for spec in PAIR_SPECS:
+        assert spec.tile == sm100_pair_backward_tile(spec.head_dim, spec.head_dim_v)
 
 
 @pytest.mark.parametrize("spec", PAIR_SPECS, ids=lambda spec: spec.name)
 def test_budgets_of_pairs(spec):
     config = BackwardConfig.from_spec(spec)
     assert PairMap.of(config).size <= sizes.SHARED_LIMIT
-    registers = 2 * pair_sizes.COMPUTE_REGISTERS + pair_sizes.REDUCE_REGISTERS + pair_sizes.OTHER_REGISTERS
-    assert registers <= 65536 // 128
-    assert pair_tmem.DQUERY + config.columns // 2 <= pair_tmem.DVALUE
-    used = [pair_tmem.probability_step(step) for step in range(sizes.ROWS // sizes.K_STEP)]
-    assert sorted(used) == list(range(0, pair_tmem.DQUERY, sizes.K_STEP // 2))
+    shape = pair_sizes.PairShape.of(config)
+    compute, reduce, other = shape.registers
+    assert 2 * compute + reduce + other <= 65536 // 128
+    dq = pair_tmem.dquery(shape)
+    assert dq + config.columns // 2 <= pair_tmem.DPROBABILITIES
+    assert pair_tmem.DPROBABILITIES + shape.rows <= pair_tmem.dvalue(shape)
+    assert pair_tmem.dkey(shape, config.columns_v) + config.columns <= pair_tmem.COLUMNS
+    steps = range(shape.rows // sizes.K_STEP)
+    used = [pair_tmem.probability_step(shape, step) for step in steps]
+    assert sorted(used) == list(range(0, dq, sizes.K_STEP // 2))
+    assert len({pair_tmem.dscore_step(shape, step) for step in steps}) == len(steps)
+    assert shape.pieces * shape.piece_vectors * 4 == shape.dq_columns
 
 
 @pytest.mark.parametrize("spec", SINGLE_SPECS, ids=lambda spec: spec.name)
@@ -154,42 +173,51 @@ def is_long(config: pytest.Config) -> bool:
 def test_machine_code_of_pairs(pytestconfig):
     if sass.nvdisasm() is None:
         pytest.skip("needs nvdisasm to read machine code")
-    for spec in PAIR_SPECS if is_long(pytestconfig) else PAIR_SPECS[-1:]:
+    core = [s for s in PAIR_SPECS if s.dtype == "bfloat16" and s.mask == "none" and not s.varlen and s.head_dim > 96]
+    for spec in PAIR_SPECS if is_long(pytestconfig) else core:
+        shape = pair_sizes.PairShape.of(BackwardConfig.from_spec(spec))
         machine = sass.Machine.of(artefact(spec).cubin)
         everything = machine.count()
         assert everything["LDL"] == everything["STL"] == 0, spec.name
         regions = machine.register_regions()
-        assert sorted(granted for granted, _ in regions) == sorted(
-            (pair_sizes.COMPUTE_REGISTERS, pair_sizes.REDUCE_REGISTERS, pair_sizes.OTHER_REGISTERS)
-        )
+        assert sorted(granted for granted, _ in regions) == sorted(shape.registers)
         assert all(used <= granted for granted, used in regions), spec.name
         counts, length = machine.innermost("MUFU", sizes.HALF)
         assert counts["MUFU"] == counts["F2FP"] == sizes.HALF
         assert counts["FFMA2"] == 2 * counts["FMUL2"] == sizes.HALF
-        assert counts["LDTM"] == counts["STTM"] == 4
+        assert counts["LDTM"] == counts["STTM"] == 4 * shape.parts
         assert counts["LDS"] == 2 * sizes.HALF // 4
-        assert length <= 500
+        assert length <= 500 + 50 * (shape.parts - 1)
 
 
-def test_work_per_step_of_pairs():
-    """As above, of each CTA; and what the pair's halves are for: half of the single CTA's dQ traffic per key."""
-    added = {}
-    for pair in (False, True):
-        reports = []
-        for blocks in (2, 4):
-            case = ForwardCase(sizes.ROWS * blocks, 2 * sizes.KEYS, 128, arch=ARCH)
-            reports.append(run_backward(case, inputs(case), Options(detect_races=False), pair=pair).reports[1])
-        difference = {name: reports[1].counters[name] - reports[0].counters[name] for name in reports[0].counters}
-        # Two CTAs, two steps each.
-        added[pair] = difference["global_write"] / 4
-    busy = [cycles(report, B200) for report in reports]
-    unit = {name: (getattr(busy[1], name) - getattr(busy[0], name)) / 4 for name in vars(busy[0])}
-    exchanged = difference["async_shared_write"] - difference["global_read"]
-    moved = (difference["shared_write"] + difference["async_shared_read"] + exchanged) / 4 / B200.shared_bytes
-    assert unit["mma"] == MMA_CYCLES[128]
+def steps_of_pairs(head_dims, pair: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """(cycles by unit, counters) of a step, of each of two CTAs with 128 keys: four steps' less two steps'."""
+    reports = []
+    for blocks in (2, 4):
+        case = ForwardCase(sizes.ROWS * blocks, 2 * sizes.KEYS, *head_dims, arch=ARCH)
+        reports.append(run_backward(case, inputs(case), Options(detect_races=False), pair=pair).reports[1])
+    few, many = (cycles(report, B200) for report in reports)
+    unit = {name: (getattr(many, name) - getattr(few, name)) / 4 for name in vars(few)}
+    counters = {name: (reports[1].counters[name] - reports[0].counters[name]) / 4 for name in reports[0].counters}
+    return unit, counters
+
+
+@pytest.mark.parametrize("head_dims", PAIR_HEAD_DIMS, ids=str)
+def test_work_per_step_of_pairs(head_dims):
+    unit, counters = steps_of_pairs(head_dims, pair=True)
+    exchanged = counters["async_shared_write"] - counters["global_read"]
+    moved = (counters["shared_write"] + counters["async_shared_read"] + exchanged) / B200.shared_bytes
+    assert unit["mma"] == PAIR_MMA_CYCLES[head_dims]
     assert unit["mufu"] == sizes.ROWS * sizes.KEYS / B200.mufu
-    assert unit["shared_mma"] == PAIR_OPERAND_CYCLES
-    assert exchanged / 4 == pair_sizes.SEND_BYTES
-    assert moved == PAIR_MOVED_CYCLES
-    assert unit["shared_mma"] + moved == pytest.approx(PAIR_DESIGN_CYCLES, rel=0.05)
-    assert added[True] == added[False] / 2 == sizes.ROWS * 128 * 4 / 2
+    assert unit["shared_mma"] == PAIR_OPERAND_CYCLES[head_dims]
+    assert exchanged == pair_sizes.SEND_BYTES
+    assert moved == PAIR_MOVED_CYCLES[head_dims]
+    if head_dims == (128, 128):
+        assert unit["shared_mma"] + moved == pytest.approx(PAIR_DESIGN_CYCLES, rel=0.05)
+    # float32 dQ of half of the rows: half of what a single CTA adds for as many keys.
+    assert counters["global_write"] == sizes.ROWS // 2 * head_dims[0] * 4
+
+
+def test_pairs_add_half_as_much_to_global_memory():
+    single, pair = (steps_of_pairs((128, 128), given)[1]["global_write"] for given in (False, True))
+    assert pair == single / 2

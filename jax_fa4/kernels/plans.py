@@ -9,14 +9,21 @@ from types import ModuleType
 from jax_fa4.ffi.plan import ArtefactRef, Fill, Kernel, LaunchPlan, Parameter, Scalars, Tensor, TensorMap
 from jax_fa4.kernels.artefact import Artefact, ArtefactError
 from jax_fa4.kernels.problem import ForwardProblem
-from jax_fa4.kernels.select import backward_spec
+from jax_fa4.kernels.select import backward_on_pairs
 from jax_fa4.kernels.sm90.backward import plan as sm90_backward
 from jax_fa4.kernels.sm90.backward_split import plan as sm90_backward_split
 from jax_fa4.kernels.sm90.forward import plan as sm90_forward
 from jax_fa4.kernels.sm100.backward import plan as sm100_backward
 from jax_fa4.kernels.sm100.backward_split import plan as sm100_backward_split
 from jax_fa4.kernels.sm100.forward import plan as sm100_forward
-from jax_fa4.kernels.spec import KernelSpec, UnsupportedSpecError, padded_head_dims, splits_backward
+from jax_fa4.kernels.spec import (
+    COUNTS_TURNS,
+    KernelSpec,
+    UnsupportedSpecError,
+    padded_head_dims,
+    sm100_pair_backward_tile,
+    splits_backward,
+)
 
 DEFAULT_SM_COUNT = {"sm_90a": 132, "sm_100f": 148}
 """Multiprocessors assumed where the device is not known (H100 and H200 SXM; B200); any value gives right results."""
@@ -64,19 +71,34 @@ def backward_specs(
     mask: str = "none",
     varlen: bool = False,
     deterministic: bool = True,
+    pairs: bool | None = None,
 ) -> tuple[KernelSpec, ...]:
     """Specs of the kernels of one backward call, in the order in which :func:`backward_plan` takes their artefacts.
 
-    ``deterministic=False`` allows kernels that add in any order (:data:`UNORDERED_BACKWARD`). Raises
-    :class:`UnsupportedSpecError` where the architecture has no backward for the problem.
+    ``deterministic=False`` allows kernels that add in any order (:data:`UNORDERED_BACKWARD`). ``pairs``: whether the
+    main kernel runs on pairs of CTAs; None leaves that to :func:`jax_fa4.kernels.select.backward_on_pairs`. Raises
+    :class:`UnsupportedSpecError` where the architecture has no such backward for the problem.
     """
-    return _backward_specs(arch, problem, mask, varlen, deterministic or arch not in UNORDERED_BACKWARD)
+    if pairs is None:
+        pairs = backward_on_pairs(problem, arch)
+    return _backward_specs(arch, problem, mask, varlen, deterministic or arch not in UNORDERED_BACKWARD, pairs)
 
 
 def _backward_specs(
-    arch: str, problem: ForwardProblem, mask: str, varlen: bool, deterministic: bool
+    arch: str, problem: ForwardProblem, mask: str, varlen: bool, deterministic: bool, pairs: bool
 ) -> tuple[KernelSpec, ...]:
-    specs = (
+    """As :func:`backward_specs`; ``pairs``: with the main kernel on pairs of CTAs."""
+    if arch not in _BACKWARD_PLANS:
+        raise UnsupportedSpecError(f"arch is {arch!r}; backward kernels exist for {', '.join(_BACKWARD_PLANS)}")
+    padded = padded_head_dims(problem.head_dim, problem.head_dim_v)
+    split = splits_backward(*padded) and not pairs
+    tiles = {}
+    if pairs:
+        main = sm100_pair_backward_tile(*padded)
+        if arch != "sm_100f" or main is None:
+            raise UnsupportedSpecError(f"no backward on pairs of CTAs for {arch} and padded head dims {padded}")
+        tiles = {"backward_main": main, "backward_preprocess": COUNTS_TURNS}
+    return tuple(
         KernelSpec.create(
             arch=arch,
             kind=kind,
@@ -86,16 +108,14 @@ def _backward_specs(
             mask=mask,
             varlen=varlen,
             deterministic=deterministic,
+            tile=tiles.get(kind),
         )
-        for kind in _backward_module(arch, problem).kinds(problem)
+        for kind in _BACKWARD_PLANS[arch][split].kinds(problem)
     )
-    return tuple(backward_spec(problem, spec) for spec in specs)
 
 
-def _backward_module(arch: str, problem: ForwardProblem) -> ModuleType:
-    if arch not in _BACKWARD_PLANS:
-        raise UnsupportedSpecError(f"arch is {arch!r}; backward kernels exist for {', '.join(_BACKWARD_PLANS)}")
-    return _BACKWARD_PLANS[arch][splits_backward(problem.head_dim, problem.head_dim_v)]
+def _backward_module(specs: Sequence[KernelSpec]) -> ModuleType:
+    return _BACKWARD_PLANS[specs[0].arch][all(spec.kind != "backward_main" for spec in specs)]
 
 
 def backward_scratch(specs: Sequence[KernelSpec], problem: ForwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -103,7 +123,7 @@ def backward_scratch(specs: Sequence[KernelSpec], problem: ForwardProblem) -> di
 
     XLA owns them; their contents before and after the call are of no interest.
     """
-    return _backward_module(specs[0].arch, problem).scratch_shapes(specs, problem)
+    return _backward_module(specs).scratch_shapes(specs, problem)
 
 
 def backward_plan(artefacts: Sequence[Artefact], problem: ForwardProblem) -> LaunchPlan:
@@ -121,13 +141,14 @@ def backward_plan(artefacts: Sequence[Artefact], problem: ForwardProblem) -> Lau
         mask=next((spec.mask for spec in specs if spec.mask != "none"), "none"),
         varlen=any(spec.varlen for spec in specs),
         deterministic=main.deterministic,
+        pairs=any(spec.tile.option("ctas", 1) == 2 for spec in specs),
     )
     if [spec.with_tile(want.tile) for spec, want in zip(specs, wanted, strict=True)] != list(wanted):
         raise ValueError(
             f"kernels {', '.join(spec.name for spec in specs)} do not serve {problem.dtype} with head_dim "
             f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
         )
-    steps = _backward_module(main.arch, problem).backward_steps(specs, problem)
+    steps = _backward_module(specs).backward_steps(specs, problem)
     kernels = [step for step in steps if isinstance(step, Kernel)]
     for kernel in kernels:
         check_parameters(kernel, artefacts[kernel.artefact])

@@ -9,7 +9,9 @@ from jax_fa4.kernels.spec import (
     KernelSpec,
     fast_exp2_spec,
     long_query_tile,
+    padded_head_dims,
     pair_tile,
+    sm100_pair_backward_tile,
 )
 
 BOX_ROWS = {"sm_90a": 64, "sm_100f": 128}
@@ -70,10 +72,12 @@ def _by_shape(problem: ForwardProblem, arch: str, mask: str, varlen: bool) -> tu
     return (single,)
 
 
-def backward_spec(problem: ForwardProblem, spec: KernelSpec) -> KernelSpec:
-    """``spec`` of one backward kernel, with the tile for pairs of CTAs where that is faster for the problem."""
-    tile = pair_tile(spec) if problem.seqlen_k >= BACKWARD_PAIR_KEYS else None
-    return spec if tile is None else spec.with_tile(tile)
+def backward_on_pairs(problem: ForwardProblem, arch: str) -> bool:
+    """Whether the problem's backward runs on pairs of CTAs."""
+    padded = padded_head_dims(problem.head_dim, problem.head_dim_v)
+    return (
+        arch == "sm_100f" and problem.seqlen_k >= BACKWARD_PAIR_KEYS and sm100_pair_backward_tile(*padded) is not None
+    )
 
 
 def _packing_pays(problem: ForwardProblem, tile_m: int, box_rows: int) -> bool:

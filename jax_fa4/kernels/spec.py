@@ -111,12 +111,10 @@ class KernelSpec:
             mask = "none"
         if kind == "backward_postprocess":
             varlen = False
-        if kind.startswith("backward") and splits_backward(padded, padded_v):
-            deterministic = True
-        if kind == "forward":
-            deterministic = True  # the forward has no unordered sums: one artefact serves both settings
         if tile is None:
             tile = select_tile(arch, kind, padded, padded_v, mask)
+        if kind not in ("backward_main", "backward_postprocess") and not tile.option("turns"):
+            deterministic = True  # no sums in several CTAs: one artefact serves both settings
         return cls(arch, kind, dtype, padded, padded_v, tile, mask, varlen, pack_gqa, deterministic)
 
     @property
@@ -289,13 +287,11 @@ def long_query_tile(spec: KernelSpec) -> Tile | None:
 
 
 def pair_tile(spec: KernelSpec) -> Tile | None:
-    """A tile for pairs of CTAs where it is faster for large enough problems (``select``), else None.
+    """A tile for pairs of CTAs that share K and V, where it is faster for more query rows than one CTA has, else None.
 
-    In the forward, CTAs that share K and V: dense work, and, whatever the mask, accumulators so wide that one CTA's
-    shared memory holds little more than one key block. In the backward, CTAs that share Q and dO.
+    That is dense work, and, whatever the mask, accumulators so wide that one CTA's shared memory holds little more than
+    one key block.
     """
-    if (spec.arch, spec.kind) == ("sm_100f", "backward_main"):
-        return sm100_pair_backward_tile(spec.head_dim, spec.head_dim_v)
     if (spec.arch, spec.kind) != ("sm_100f", "forward") or spec.varlen or spec.pack_gqa:
         return None
     if spec.mask != "none" and spec.head_dim_v <= 128:
@@ -330,22 +326,24 @@ def _sm100_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
 
 def sm100_pair_backward_tile(head_dim: int, head_dim_v: int) -> Tile | None:
     """Tile of the Blackwell backward for pairs of CTAs (padded head dims), None where there is no such kernel: each CTA
-    has half of the columns of Q, K and dO, in whole boxes of 64. 128 query rows by the pair's keys."""
-    if {-(-head_dim // 64), -(-head_dim_v // 64)} != {2}:
+    has half of the columns of Q, K and dO. 128 query rows by the pair's keys."""
+    if not 64 < head_dim <= 192 or not 64 < head_dim_v <= 128:
         return None
     return Tile(m=128, n=256, stages=1, options=(("ctas", 2),))
 
 
+COUNTS_TURNS = Tile(m=128, n=0, options=(("turns", 1),))
+"""Of Blackwell's preprocess before a kernel that adds dQ in turns; option ``turns``: there are counters to clear."""
+
+
 def _sm100_preprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
-    """Rows of the kernels that follow; option ``turns``: whether they count turns on dQ."""
-    if splits_backward(head_dim, head_dim_v):
-        return Tile(m=128, n=0)
-    return Tile(m=_sm100_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("turns", 1),))
+    """Rows of the kernels that follow."""
+    return Tile(m=128, n=0) if splits_backward(head_dim, head_dim_v) else COUNTS_TURNS
 
 
 def _sm100_postprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     """Rows of the main kernel; option ``rows``: its dQ has one row a thread."""
-    return Tile(m=_sm100_backward_tile(head_dim, head_dim_v, mask).m, n=0, options=(("rows", 1),))
+    return Tile(m=128, n=0, options=(("rows", 1),))
 
 
 def _sm100_key_value_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
@@ -387,31 +385,39 @@ def standard_specs(archs: Iterable[str], kinds: Iterable[str] | None = None) -> 
                 continue
             for dtype in DTYPES:
                 for head_dim, head_dim_v in PADDED_HEAD_DIMS:
-                    if _other_backward(kind, head_dim, head_dim_v):
-                        continue
-                    for mask in MASKS:
-                        for varlen in (False, True):
-                            spec = KernelSpec.create(
-                                arch=arch,
-                                kind=kind,
-                                dtype=dtype,
-                                head_dim=head_dim,
-                                head_dim_v=head_dim_v,
-                                mask=mask,
-                                varlen=varlen,
-                            )
-                            specs.setdefault(spec)
-                            specs.update(dict.fromkeys(_variants(spec)))
+                    for tile in _tiles(arch, kind, head_dim, head_dim_v):
+                        for mask in MASKS:
+                            for varlen in (False, True):
+                                spec = KernelSpec.create(
+                                    arch=arch,
+                                    kind=kind,
+                                    dtype=dtype,
+                                    head_dim=head_dim,
+                                    head_dim_v=head_dim_v,
+                                    mask=mask,
+                                    varlen=varlen,
+                                    tile=tile,
+                                )
+                                specs.setdefault(spec)
+                                if kind == "forward":
+                                    specs.update(dict.fromkeys(_forward_variants(spec)))
     return list(specs)
 
 
-def _variants(spec: KernelSpec) -> list[KernelSpec]:
+def _tiles(arch: str, kind: str, head_dim: int, head_dim_v: int) -> list[Tile | None]:
+    """Tiles of the kernels of a kind that calls get, whatever their masks: None for the table's."""
+    tiles: list[Tile | None] = [] if _other_backward(kind, head_dim, head_dim_v) else [None]
+    pair = sm100_pair_backward_tile(head_dim, head_dim_v) if arch == "sm_100f" else None
+    of_pairs = {"backward_preprocess": COUNTS_TURNS, "backward_main": pair, "backward_postprocess": None}
+    if pair is not None and kind in of_pairs:
+        tiles.append(of_pairs[kind])
+    return tiles
+
+
+def _forward_variants(spec: KernelSpec) -> list[KernelSpec]:
     """The kernels that are faster than ``spec`` for some shapes or GPUs."""
     tiles = [tile for tile in (long_query_tile(spec), pair_tile(spec)) if tile is not None]
-    variants = list(map(spec.with_tile, tiles))
-    if spec.kind != "forward":
-        return variants
-    variants.insert(0, replace(spec, pack_gqa=True))
+    variants = [replace(spec, pack_gqa=True), *map(spec.with_tile, tiles)]
     fast = map(fast_exp2_spec, (spec, *variants))
     return variants + [variant for variant in fast if variant is not None]
 

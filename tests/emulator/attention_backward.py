@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_fa4.kernels.plans import backward_plan, backward_scratch, backward_specs
-from jax_fa4.kernels.spec import KernelSpec, select_tile, sm100_pair_backward_tile
+from jax_fa4.kernels.spec import KernelSpec
 
 from .attention import DTYPES, ForwardCase, artefact
 from .launch import Options, Report, executor
@@ -46,14 +46,7 @@ def inputs(case: ForwardCase, seed: int = 0, with_dlse: bool = True) -> Backward
 
 def specs_of(case: ForwardCase, pair: bool | None = None) -> tuple[KernelSpec, ...]:
     """Specs of the kernels of one backward; ``pair`` as :func:`run_backward` has it."""
-    specs = backward_specs(case.arch, case.problem, mask=case.mask, varlen=case.lengths is not None)
-    if pair is None:
-        return specs
-    main = specs[1]
-    tile = sm100_pair_backward_tile(main.head_dim, main.head_dim_v) if pair else None
-    if tile is None:
-        tile = select_tile(main.arch, main.kind, main.head_dim, main.head_dim_v, main.mask)
-    return (specs[0], main.with_tile(tile), *specs[2:])
+    return backward_specs(case.arch, case.problem, mask=case.mask, varlen=case.lengths is not None, pairs=pair)
 
 
 def run_backward(case: ForwardCase, given: BackwardInputs, options: Options, deterministic: bool = True,

@@ -50,3 +50,5 @@ SM100_FAULTS = [
 SM100_BACKWARD_FAULTS = ForwardCase(270, 300, 64, heads=2, kv_heads=1, arch="sm_100f")
 SM100_PAIR_FAULTS = ForwardCase(270, 256, 128, arch="sm_100f")
 """One pair of CTAs, three steps: the exchange of dS goes through both phases of its barriers and round again."""
+SM100_WIDE_PAIR_FAULTS = ForwardCase(270, 256, 192, 128, arch="sm_100f")
+"""The same where the CTAs take turns in sending."""

@@ -22,6 +22,7 @@ from tests.emulator.cases import (
     SM100_BACKWARD_FAULTS,
     SM100_FAULTS,
     SM100_PAIR_FAULTS,
+    SM100_WIDE_PAIR_FAULTS,
 )
 from tests.gpu.emulator_agreement import CASES
 
@@ -32,6 +33,7 @@ def specs() -> list[KernelSpec]:
     for case in SM90_BACKWARD_CLEAN:
         found.update(specs_of(case))
     found.update((*specs_of(SM100_BACKWARD_FAULTS, False), *specs_of(SM100_PAIR_FAULTS, True)))
+    found.update(specs_of(SM100_WIDE_PAIR_FAULTS, True))
     return sorted(found, key=lambda spec: spec.name)
 
 

@@ -104,11 +104,11 @@ class ComputeRole:
 
     @cute.jit
     def probabilities(self, scores, stat, masked, low, high):
-        """P of a key with CHUNK query rows. ``stat``: address of their statistics; only rows from ``low`` to ``high``,
-        counted from the first of them, see the key where the block is ``masked``."""
+        """P of a key with the rows of ``scores``. ``stat``: address of their statistics; only rows from ``low`` to
+        ``high``, counted from the first of them, see the key where the block is ``masked``."""
         p = list(scores)
         negative_scale = (-self.c.scale_log2, -self.c.scale_log2)
-        for j in cutlass.range_constexpr(0, CHUNK, 4):
+        for j in cutlass.range_constexpr(0, len(p), 4):
             lse2 = ptx.load_shared_floats(stat + j * 4)
             for k in cutlass.range_constexpr(0, 4, 2):
                 # The negation is free in the exponential, and not in a packed instruction.
@@ -116,14 +116,14 @@ class ComputeRole:
                 p[j + k], p[j + k + 1] = exp2(-x[0]), exp2(-x[1])
         if masked:
             visible = ptx.low_mask(high) & ~ptx.low_mask(low)
-            for j in cutlass.range_constexpr(CHUNK):
+            for j in cutlass.range_constexpr(len(p)):
                 p[j] = select_((visible & BIT[j]) != 0, p[j], Float32(0.0))
         return p
 
     def dscores(self, dprobability: list, probability: list, stat) -> list:
-        """dS of a key with CHUNK query rows; ``stat``: address of their statistics."""
+        """dS of a key with the rows of ``dprobability``; ``stat``: address of their statistics."""
         d = list(dprobability)
-        for j in range(0, CHUNK, 4):
+        for j in range(0, len(d), 4):
             delta = ptx.load_shared_floats(stat + (STAT_BYTES + j * 4))
             for k in range(j, j + 4, 2):
                 x = ptx.fma2((delta[k - j], delta[k - j + 1]), MINUS_ONE, (d[k], d[k + 1]))

@@ -25,10 +25,11 @@ GROUP_BARRIER = 2
 
 
 class EpilogueRole:
-    """``group`` (DSL integer) is the number of the warpgroup."""
+    """``group`` (DSL integer) is the number of the warpgroup; ``dvalue``, ``dkey``: first columns of dV and dK."""
 
-    def __init__(self, context: Context, group: Int32):
+    def __init__(self, context: Context, group: Int32, dvalue: int = tmem.DVALUE, dkey: int = tmem.DKEY):
         self.c = context
+        self.dvalue, self.dkey = dvalue, dkey
         self.group = group
         thread = cute.arch.thread_idx()[0]
         self.key = thread & (KEYS - 1)
@@ -47,10 +48,10 @@ class EpilogueRole:
             if self.group == group:
                 for box in cutlass.range_constexpr(config.v_boxes):
                     if cutlass.const_expr(box % COMPUTE_GROUPS == group):
-                        self.box(c.maps.dv, tmem.DVALUE, c.base + c.shared.value, box, group, worked, Float32(1.0))
+                        self.box(c.maps.dv, self.dvalue, c.base + c.shared.value, box, group, worked, Float32(1.0))
                 for box in cutlass.range_constexpr(config.qk_boxes):
                     if cutlass.const_expr((config.v_boxes + box) % COMPUTE_GROUPS == group):
-                        self.box(c.maps.dk, tmem.DKEY, c.base + c.shared.key, box, group, worked, c.scale)
+                        self.box(c.maps.dk, self.dkey, c.base + c.shared.key, box, group, worked, c.scale)
         # Shared memory must outlive the reads, global visibility comes with the kernel's end.
         ptx.bulk_wait(0, read=False)
 

@@ -27,7 +27,8 @@ from jax_fa4.kernels.sm90.backward.plan import (
 from jax_fa4.kernels.sm90.backward.scratch import ScratchSizes
 from jax_fa4.kernels.sm100.backward.config import KEYS, ROWS, THREADS, BackwardConfig
 from jax_fa4.kernels.sm100.backward.shared import SharedMap
-from jax_fa4.kernels.sm100.backward_pair.plan import scratch_map
+from jax_fa4.kernels.sm100.backward_pair.config import PairShape
+from jax_fa4.kernels.sm100.backward_pair.plan import column_maps, scratch_map
 from jax_fa4.kernels.sm100.backward_pair.shared import PairMap
 from jax_fa4.kernels.spec import KernelSpec
 
@@ -78,19 +79,24 @@ def _main(config: BackwardConfig, b: BackwardBuffers, problem: ForwardProblem) -
     grid = -(-problem.seqlen_k // (KEYS * config.ctas)) * config.ctas * pairs
     if grid >= 2**31:
         raise ValueError(f"{grid} key blocks; a launch takes fewer than 2**31")
-    rows = ROWS // config.ctas
+    rows = PairShape.of(config).own_rows if paired else ROWS
+    query = (b.query, problem.seqlen_q, problem.heads, problem.head_dim)
+    key = (b.key, problem.seqlen_k, problem.kv_heads, problem.head_dim)
+    value = (b.value, problem.seqlen_k, problem.kv_heads, problem.head_dim_v)
+    dout = (b.dout, problem.seqlen_q, problem.heads, problem.head_dim_v)
     maps = (
-        (b.query, problem.seqlen_q, problem.heads, problem.head_dim, rows),
-        (b.key, problem.seqlen_k, problem.kv_heads, problem.head_dim, KEYS),
-        (b.value, problem.seqlen_k, problem.kv_heads, problem.head_dim_v, KEYS),
-        (b.dout, problem.seqlen_q, problem.heads, problem.head_dim_v, rows),
-        (b.dkey, problem.seqlen_k, problem.kv_heads, problem.head_dim, KEYS),
-        (b.dvalue, problem.seqlen_k, problem.kv_heads, problem.head_dim_v, KEYS),
+        (*query, rows),
+        (*key, KEYS),
+        (*value, KEYS),
+        (*dout, rows),
+        (b.dkey, *key[1:], KEYS),
+        (b.dvalue, *value[1:], KEYS),
     )
     # There are no coordinate tensors.
     parameters: list[Parameter] = [tile_map(problem, *tensor)[0] for tensor in maps]
     if paired:
-        parameters += [scratch_map(b.dq_accum, _sizes(config, problem))]
+        parameters += column_maps(config, problem, query, key, dout)
+        parameters += [scratch_map(config, b.dq_accum, _sizes(config, problem))]
     parameters += pointers(b.lse2, b.delta, None if paired else b.dq_accum, b.turn, b.batch_info)
     parameters += integers(
         problem.seqlen_q,

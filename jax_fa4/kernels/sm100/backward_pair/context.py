@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from jax_fa4.kernels.sm100.backward.context import Context, Edges
-from jax_fa4.kernels.sm100.backward_pair.config import SEND_BYTES
+from jax_fa4.kernels.sm100.backward_pair.config import SEND_BYTES, PairShape
 from jax_fa4.kernels.sm100.backward_pair.shared import PairMap
 from jax_fa4.kernels.sm100.forward.pipeline import Edge
 
@@ -25,12 +25,24 @@ class PairEdges(Edges):
 
 
 @dataclass(frozen=True)
+class ColumnMaps:
+    """Generic addresses of the TMA descriptors of what is loaded by columns, and of the scratch."""
+
+    qt: Int64
+    kt: Int64
+    doutt: Int64
+    dq: Int64
+
+
+@dataclass(frozen=True)
 class PairContext(Context):
-    """``rank``: the CTA's number in its pair. ``dq_accum`` is the generic address of the scratch's tensor map."""
+    """``rank``: the CTA's number in its pair."""
 
     shared: PairMap
     edges: PairEdges
+    shape: PairShape
     rank: Int32
+    column_maps: ColumnMaps
 
     def dscore(self) -> Int32:
         """Shared-memory address of dS of this rank's keys: in this CTA its own, in the peer what this CTA sends."""

@@ -5,27 +5,30 @@ barriers of the leader, where both CTAs' bytes and warps are counted; what it si
 that it takes no part in (stat, send, received) are each CTA's own. Counts are per barrier: one per warp, one for TMA
 (the leader expects the bytes of both CTAs) and for ``tcgen05.commit``.
 
+A block of query rows is worked on in one part or two (``config.PairShape``). stat, send, received, exchange, dq, and
+the empty side of ds go through one phase a block, the others one a part.
+
 ========  ===========  ========  =====================================================================================
 edge      producer     consumer  hands over
 ========  ===========  ========  =====================================================================================
 k         load, both   mma       K of each CTA's keys (A of S), once
 kt        load, both   mma       K of all the pair's keys, each CTA half of the columns (B of dQ), once
 v         load, both   mma       V of each CTA's keys, once
-q         load, both   mma       Q of a block, each CTA half of the rows (B of S). Empty: S is complete
-qt        load, both   mma       Q of a block, each CTA half of the columns (B of dK). Empty: dK's product is complete
-dout      load, both   mma       dO of a block by rows (B of dP). Empty: dP is complete
-doutt     load, both   mma       dO of a block by columns (B of dV). Empty: dV's product is complete
+q         load, both   mma       Q of a part, each CTA half of the rows (B of S). Empty: S is complete
+qt        load, both   mma       Q of a part, each CTA half of the columns (B of dK). Empty: dK's product is complete
+dout      load, both   mma       dO of a part by rows (B of dP). Empty: dP is complete
+doutt     load, both   mma       dO of a part by columns (B of dV). Empty: dV's product is complete
 stat      load         compute   lse2 and delta of a block, of all its rows in each CTA. Empty: both have been read
 s         mma          compute   scores in tensor memory. Empty is implied by p
-read      compute x 2  mma       scores are in registers: dQ of the step before may take the tail of their columns
+read      compute x 2  mma       scores are in registers: dQ of the block before may take the tail of their columns
 p         compute x 2  mma       probabilities over the head of the scores. The next scores come after the product that
                                  reads them
-dp        mma          compute   dP in tensor memory; also says that dK's product of the step before is complete, so
+dp        mma          compute   dP in tensor memory; also says that dK's product of the part before is complete, so
                                  that tensor memory may take dS. Empty is implied by ds
-ds        compute x 2  mma       dS over dP in tensor memory, and its own rows' part in shared memory. Empty: dQ's
+ds        compute x 2  mma       dS over dP in tensor memory, and this CTA's rows in shared memory. Empty: dQ's
                                  product is complete, so that shared memory may take the next dS: what a CTA keeps,
                                  what it sends, and what it receives
-send      compute      relay     the peer's rows' part of dS, in shared memory. Empty is implied by ds
+send      compute      relay     dS of the peer's rows, in shared memory. Empty is implied by ds
 received  peer's relay relay     the same from the peer, by a bulk copy (1 arrival: the relay expects the bytes)
 exchange  relay x 2    mma       both CTAs have received
 dq        mma          reduce    dQ in tensor memory. Empty: it has been read into registers, in both CTAs

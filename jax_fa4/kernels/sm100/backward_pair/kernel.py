@@ -42,15 +42,8 @@ from jax_fa4.kernels.sm100.backward.shared import ALIGNMENT
 from jax_fa4.kernels.sm100.backward.work import Work
 from jax_fa4.kernels.sm100.backward_pair import tmem
 from jax_fa4.kernels.sm100.backward_pair.compute import PairComputeRole
-from jax_fa4.kernels.sm100.backward_pair.config import (
-    COMPUTE_REGISTERS,
-    CTAS,
-    DOUT_WARP,
-    OTHER_REGISTERS,
-    REDUCE_REGISTERS,
-    RELAY_WARP,
-)
-from jax_fa4.kernels.sm100.backward_pair.context import PairContext, PairEdges
+from jax_fa4.kernels.sm100.backward_pair.config import CTAS, DOUT_WARP, RELAY_WARP, PairShape
+from jax_fa4.kernels.sm100.backward_pair.context import ColumnMaps, PairContext, PairEdges
 from jax_fa4.kernels.sm100.backward_pair.edges import EDGES
 from jax_fa4.kernels.sm100.backward_pair.load import PairLoadRole
 from jax_fa4.kernels.sm100.backward_pair.mma import PairMmaRole
@@ -59,6 +52,9 @@ from jax_fa4.kernels.sm100.backward_pair.relay import RelayRole
 from jax_fa4.kernels.sm100.backward_pair.shared import PairMap
 from jax_fa4.kernels.spec import KernelSpec
 
+LAUNCH_REGISTERS = 65536 // THREADS
+"""Registers that a thread has at launch."""
+
 
 class PairKernel:
     """One compiled configuration. Parameters, in order: see ``plan``."""
@@ -66,6 +62,7 @@ class PairKernel:
     def __init__(self, spec: KernelSpec):
         self.config = BackwardConfig.from_spec(spec)
         self.shared = PairMap.of(self.config)
+        self.shape = PairShape.of(self.config)
         self.element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[self.config.dtype]
 
     @cute.jit
@@ -76,7 +73,7 @@ class PairKernel:
             create_tensor_map_tiled(
                 pointer, self.element, [values.seqlen_q], [], [BOX_COLUMNS], swizzle=TensorMapSwizzle.s128b
             )
-            for _ in range(7)
+            for _ in range(10)
         ]
         self.kernel(*maps, values).launch(
             grid=[CTAS, 1, 1],
@@ -95,6 +92,9 @@ class PairKernel:
         map_dout: GridConstant[TensorMap],
         map_dk: GridConstant[TensorMap],
         map_dv: GridConstant[TensorMap],
+        map_qt: GridConstant[TensorMap],
+        map_kt: GridConstant[TensorMap],
+        map_doutt: GridConstant[TensorMap],
         map_dq: GridConstant[TensorMap],
         values: Values,
     ):
@@ -103,9 +103,9 @@ class PairKernel:
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=ALIGNMENT).toint()
         edges = PairEdges(EDGES, base + self.shared.barriers, CTAS)
         maps = TensorMaps(*(Int64(m.get_ptr().toint()) for m in (map_q, map_k, map_v, map_dout, map_dk, map_dv)))
-        dq_map = Int64(map_dq.get_ptr().toint())
+        by_columns = [Int64(m.get_ptr().toint()) for m in (map_qt, map_kt, map_doutt, map_dq)]
         if warp == LOAD_WARP:
-            self.initialise(edges, (*maps.all, dq_map))
+            self.initialise(edges, (*maps.all, *by_columns))
         if warp == REDUCE_WARP:
             ptx.tmem_alloc(base + self.shared.tmem_base, tmem.COLUMNS, CTAS)
         ptx.tmem_fence_before()
@@ -124,9 +124,11 @@ class PairKernel:
             scale_log2=values.scale_log2,
             lse2=values.lse2,
             delta=values.delta,
-            dq_accum=dq_map,
+            dq_accum=Int64(0),
             turn=values.turn,
+            shape=self.shape,
             rank=rank,
+            column_maps=ColumnMaps(*by_columns),
         )
         self.dispatch(context, warp)
         # The peer's arrivals at this CTA's barriers, and the pair's products from its shared memory, are over.
@@ -145,8 +147,9 @@ class PairKernel:
     @cute.jit
     def dispatch(self, context, warp):
         """Every warp to its role, with the role's registers."""
+        compute_registers, reduce_registers, other_registers = self.shape.registers
         if warp >= MMA_WARP:
-            ptx.set_registers(OTHER_REGISTERS, grow=False)
+            ptx.set_registers(other_registers, grow=False)
             if warp == MMA_WARP:
                 if context.rank == 0:
                     PairMmaRole(context).run()
@@ -157,7 +160,7 @@ class PairKernel:
             elif warp == RELAY_WARP:
                 RelayRole(context).run()
         elif warp >= REDUCE_WARP:
-            ptx.set_registers(REDUCE_REGISTERS, grow=False)
+            ptx.set_registers(reduce_registers, grow=reduce_registers > LAUNCH_REGISTERS)
             PairReduceRole(context).run()
             ptx.tmem_fence_before()
             ptx.named_barrier(TENSOR_BARRIER, TENSOR_THREADS)
@@ -165,9 +168,10 @@ class PairKernel:
                 ptx.tmem_fence_after()
                 ptx.tmem_dealloc(Int32(tmem.BASE), tmem.COLUMNS, CTAS)
         else:
-            ptx.set_registers(COMPUTE_REGISTERS, grow=True)
+            ptx.set_registers(compute_registers, grow=True)
             PairComputeRole(context, warp >> 2).run()
-            EpilogueRole(context, warp >> 2).run()
+            dvalue, dkey = tmem.dvalue(self.shape), tmem.dkey(self.shape, self.config.columns_v)
+            EpilogueRole(context, warp >> 2, dvalue, dkey).run()
             ptx.tmem_fence_before()
             ptx.named_barrier(TENSOR_BARRIER, TENSOR_THREADS)
 

@@ -1,31 +1,32 @@
-"""(DSL) The MMA warp of a pair: the five products of every step for both CTAs, from one elected lane of the leader.
+"""(DSL) The MMA warp of a pair: all products for both CTAs, from one elected lane of the leader.
 
-Data flow (i counts steps; products complete in the order of issue; every signal goes to both CTAs)::
+Data flow (i counts parts, j blocks; products complete in the order of issue; every signal goes to both CTAs)::
 
     k.full, q.full    -> S(0) = K Q^T                                     -> s.full, q.empty
     v.full, dout.full -> dP(0) = V dO^T                                   -> dp.full, dout.empty
-    for each step i:
-      read.full, exchange.full -> dQ(i-1) = dS(i-1)^T K, over the tail of S(i) -> dq.full, ds.empty    (not for i = 0)
+    for each part i:
+      read.full, exchange.full -> dQ(j-1) = dS(j-1)^T K, over the tail of S(i) -> dq.full, ds.empty
+                                  (if the part is the first of its block j, and j > 0)
       p.full, doutt.full       -> dV += P(i) dO(i)                        -> doutt.empty
       q.full, dq.empty         -> S(i+1)                                  -> s.full, q.empty
       ds.full, qt.full         -> dK += dS(i) Q(i)                        -> qt.empty
       dout.full                -> dP(i+1)                                 -> dp.full, dout.empty
-    exchange.full     -> dQ of the last step                              -> dq.full, ds.empty
+    exchange.full     -> dQ of the last block                             -> dq.full, ds.empty
     grad.full
 
 =======  =================  ====================  ======================  ============================================
 product  M x N x K          A, of each CTA        B, half of each CTA     lanes, columns of D in each CTA
 =======  =================  ====================  ======================  ============================================
-S        256 keys x 128 x d K of its keys         Q, its 64 rows          its keys x 128 rows
-dP       256 keys x 128 x d V of its keys         dO, its 64 rows         its keys x 128 rows
-dV       256 keys x d x 128 P of its keys, TMEM   dO, its 64 columns      its keys x d
-dK       256 keys x d x 128 dS of its keys, TMEM  Q, its 64 columns       its keys x d
-dQ       128 rows x d x 256 dS of its 64 rows     K, its 64 columns       its 64 rows x half of d, twice
+S        256 keys x r x d   K of its keys         Q, half of the rows     its keys x r rows
+dP       256 keys x r x d_v V of its keys         dO, half of the rows    its keys x r rows
+dV       256 keys x d_v x r P of its keys, TMEM   dO, half of the columns its keys x d_v
+dK       256 keys x d x r   dS of its keys, TMEM  Q, half of the columns  its keys x d
+dQ       128 rows x d x 256 dS of its 64 rows     K, half of the columns  its 64 rows x half of d, twice
 =======  =================  ====================  ======================  ============================================
 
-While the compute warpgroups turn scores into P(i), the tensor core has dK(i-1), dP(i) and, as soon as the scores are in
-registers, dQ(i-1); while they turn dP(i) into dS(i), it has dV(i) and S(i+1). dS(i-1) has those two phases to reach the
-peer.
+r is the rows of a part. While the compute warpgroups turn scores into P(i), the tensor core has dK(i-1), dP(i) and, as
+soon as the scores are in registers, dQ; while they turn dP(i) into dS(i), it has dV(i) and S(i+1). dS has the time of
+dK(i-1) and dP(i) to reach the peer.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from jax_fa4.kernels.sm100 import ptx
 from jax_fa4.kernels.sm100.backward.config import K_STEP, KEYS, ROWS
 from jax_fa4.kernels.sm100.backward.mma import HIGH, STEPS_PER_BOX, k_major, mn_major
 from jax_fa4.kernels.sm100.backward_pair import tmem
-from jax_fa4.kernels.sm100.backward_pair.config import CTAS, HALF_BOX_BYTES
+from jax_fa4.kernels.sm100.backward_pair.config import CTAS, WIDE_ROW_BYTES
 from jax_fa4.kernels.sm100.backward_pair.context import PairContext
-from jax_fa4.kernels.sm100.forward.descriptors import instruction_descriptor, low_word
+from jax_fa4.kernels.sm100.forward.descriptors import (
+    SWIZZLE_64B,
+    SWIZZLE_128B,
+    high_word,
+    instruction_descriptor,
+    low_word,
+)
 
 NEVER = 30
 """A CTA takes fewer than 2 ** NEVER steps."""
-
-
-def half_k_major(step: int) -> int:
-    """As ``k_major`` of a tile of half of a block's rows."""
-    box, inside = divmod(step, STEPS_PER_BOX)
-    return (box * HALF_BOX_BYTES + inside * K_STEP * 2) >> 4
 
 
 class PairMmaRole:
@@ -57,14 +58,18 @@ class PairMmaRole:
 
     def __init__(self, context: PairContext):
         self.c = context
-        config = context.config
+        config, shape = context.config, context.shape
+        self.shape = shape
         keys = CTAS * KEYS
-        self.scores = instruction_descriptor(config.dtype, keys, ROWS, b_is_mn_major=False)
+        self.scores = instruction_descriptor(config.dtype, keys, shape.rows, b_is_mn_major=False)
         self.dvalues = instruction_descriptor(config.dtype, keys, config.columns_v, b_is_mn_major=True)
         self.dkeys = instruction_descriptor(config.dtype, keys, config.columns, b_is_mn_major=True)
         self.dqueries = instruction_descriptor(
             config.dtype, ROWS, config.columns, b_is_mn_major=True, a_is_mn_major=True
         )
+        # What holds columns of K and Q.
+        swizzle = SWIZZLE_128B if shape.column_row_bytes == WIDE_ROW_BYTES else SWIZZLE_64B
+        self.high_columns = high_word(8 * shape.column_row_bytes, swizzle)
 
     @cute.jit
     def run(self):
@@ -79,20 +84,23 @@ class PairMmaRole:
             self.dprobability(Int32(0), leader)
             edges.kt.wait_full(0, 0)
             for i in cutlass.range(steps, unroll=1):
-                more = Boolean(i + 1 < steps)
-                edges.read.wait_full(0, i)
-                ptx.tmem_fence_after()
-                if i > 0:
-                    self.dquery(i - 1, leader)
-                self.dvalue(i, leader)
-                # The step before has left the tail of S.
-                edges.dq.wait_empty(0, i)
-                ptx.tmem_fence_after()
-                if more:
-                    self.score(i + 1, leader)
-                self.dkey(i, leader)
-                if more:
-                    self.dprobability(i + 1, leader)
+                for part in cutlass.range_constexpr(self.shape.parts):
+                    use = i * self.shape.parts + part
+                    more = Boolean(part + 1 < self.shape.parts) | (i + 1 < steps)
+                    edges.read.wait_full(0, use)
+                    ptx.tmem_fence_after()
+                    if (i > 0) & Boolean(part == 0):
+                        self.dquery(i - 1, leader)
+                    self.dvalue(use, leader)
+                    if cutlass.const_expr(part == 0):
+                        # The block before has left the tail of S.
+                        edges.dq.wait_empty(0, i)
+                        ptx.tmem_fence_after()
+                    if more:
+                        self.score(use + 1, leader)
+                    self.dkey(use, leader)
+                    if more:
+                        self.dprobability(use + 1, leader)
             self.dquery(steps - 1, leader)
             if leader:
                 ptx.mma_commit(edges.grad.full(0), CTAS)
@@ -104,7 +112,7 @@ class PairMmaRole:
         c.edges.q.wait_full(0, i)
         k, q = self.tile(c.shared.key, i), self.tile(c.shared.query, i)
         if leader:
-            self.shared_product(tmem.SCORES, k, q, c.config.qk_steps, k_major, half_k_major, self.scores)
+            self.shared_product(tmem.SCORES, k, q, c.config.qk_steps, k_major, self.half_k_major, self.scores)
             ptx.mma_commit(c.edges.s.full(0), CTAS)
             ptx.mma_commit(c.edges.q.empty(0), CTAS)
 
@@ -115,7 +123,7 @@ class PairMmaRole:
         c.edges.dout.wait_full(0, i)
         v, dout = self.tile(c.shared.value, i), self.tile(c.shared.dout, i)
         if leader:
-            self.shared_product(tmem.DPROBABILITIES, v, dout, c.config.v_steps, k_major, half_k_major, self.scores)
+            self.shared_product(tmem.DPROBABILITIES, v, dout, c.config.v_steps, k_major, self.half_k_major, self.scores)
             ptx.mma_commit(c.edges.dp.full(0), CTAS)
             ptx.mma_commit(c.edges.dout.empty(0), CTAS)
 
@@ -128,7 +136,9 @@ class PairMmaRole:
         c.edges.doutt.wait_full(0, i)
         dout = self.tile(c.shared.dout_t, i)
         if leader:
-            self.tensor_product(tmem.DVALUE, tmem.SCORES, tmem.probability_step, dout, i, self.dvalues)
+            self.tensor_product(
+                tmem.dvalue(self.shape), tmem.SCORES, tmem.probability_step, dout, mn_major, HIGH, i, self.dvalues
+            )
             ptx.mma_commit(c.edges.doutt.empty(0), CTAS)
 
     @cute.jit
@@ -138,9 +148,12 @@ class PairMmaRole:
         c.edges.ds.wait_full(0, i)
         ptx.tmem_fence_after()
         c.edges.qt.wait_full(0, i)
-        q = self.tile(c.shared.query_t, i)
+        q = self.tile(c.shared.query_t, i, self.shape.rows * self.shape.column_row_bytes)
         if leader:
-            self.tensor_product(tmem.DKEY, tmem.DPROBABILITIES, tmem.dscore_step, q, i, self.dkeys)
+            dk = tmem.dkey(self.shape, c.config.columns_v)
+            self.tensor_product(
+                dk, tmem.DPROBABILITIES, tmem.dscore_step, q, self.columns_step, self.high_columns, i, self.dkeys
+            )
             ptx.mma_commit(c.edges.qt.empty(0), CTAS)
 
     @cute.jit
@@ -148,22 +161,33 @@ class PairMmaRole:
         """dQ(i) = dS(i)^T K over the keys of both CTAs."""
         c = self.c
         c.edges.exchange.wait_full(0, i)
-        ds, k = self.tile(c.shared.dscore, i), self.tile(c.shared.key_t, i)
+        ds = self.tile(c.shared.dscore, i)
+        k = self.tile(c.shared.key_t, i, CTAS * KEYS * self.shape.column_row_bytes)
         if leader:
             steps = CTAS * KEYS // K_STEP
-            self.shared_product(tmem.DQUERY, ds, k, steps, mn_major, mn_major, self.dqueries)
+            dq = tmem.dquery(self.shape)
+            self.shared_product(dq, ds, k, steps, mn_major, self.columns_step, self.dqueries, high_b=self.high_columns)
             ptx.mma_commit(c.edges.dq.full(0), CTAS)
             ptx.mma_commit(c.edges.ds.empty(0), CTAS)
 
-    def tile(self, offset: int, i) -> Int32:
-        """Low word of the descriptor of a tile; none is wider than a box where its rows run along K.
+    def tile(self, offset: int, i, leading_bytes: int = 16) -> Int32:
+        """Low word of the descriptor of a tile; ``leading_bytes`` where several boxes of columns run along N.
 
         No tile moves: the compiler would compute the descriptors of all K steps once and keep them, which takes more
         registers than there are, if they did not depend on ``i``.
         """
-        return low_word(self.c.base + offset) + (i >> NEVER)
+        return low_word(self.c.base + offset, leading_bytes) + (i >> NEVER)
 
-    def shared_product(self, d: int, a, b, steps: int, place_a, place_b, instruction: int) -> None:
+    def half_k_major(self, step: int) -> int:
+        """As ``k_major`` of a tile of a CTA's rows of a part."""
+        box, inside = divmod(step, STEPS_PER_BOX)
+        return (box * self.shape.row_box_bytes + inside * K_STEP * 2) >> 4
+
+    def columns_step(self, step: int) -> int:
+        """As ``mn_major`` of a tile that holds columns of K or Q."""
+        return (step * K_STEP * self.shape.column_row_bytes) >> 4
+
+    def shared_product(self, d: int, a, b, steps: int, place_a, place_b, instruction: int, high_b: int = HIGH) -> None:
         """D = A B of operands in shared memory; one thread calls this."""
         for step in range(steps):
             ptx.mma_shared(
@@ -172,24 +196,24 @@ class PairMmaRole:
                 b,
                 Int32(step > 0),
                 high_a=HIGH,
-                high_b=HIGH,
+                high_b=high_b,
                 offset_a=place_a(step),
                 offset_b=place_b(step),
                 instruction=instruction,
                 ctas=CTAS,
             )
 
-    def tensor_product(self, d: int, a: int, place_a, b, i, instruction: int) -> None:
+    def tensor_product(self, d: int, a: int, place_a, b, place_b, high_b: int, i, instruction: int) -> None:
         """D += A B with A in tensor memory; the first step of the kernel (``i`` = 0) starts from zero."""
-        for step in range(ROWS // K_STEP):
+        for step in range(self.shape.rows // K_STEP):
             ptx.mma_tmem(
                 Int32(d),
                 Int32(a),
                 b,
                 i if step == 0 else Int32(1),
-                high_b=HIGH,
-                offset_a=place_a(step),
-                offset_b=mn_major(step),
+                high_b=high_b,
+                offset_a=place_a(self.shape, step),
+                offset_b=place_b(step),
                 instruction=instruction,
                 ctas=CTAS,
             )

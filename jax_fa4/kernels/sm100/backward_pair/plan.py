@@ -5,16 +5,35 @@ Buffers, scratch, and the two small kernels of a call are the single-CTA backwar
 
 from __future__ import annotations
 
-from jax_fa4.ffi.plan import SWIZZLE_NONE, TensorMap
+from dataclasses import replace
+
+from jax_fa4.ffi.plan import SWIZZLE_64B, SWIZZLE_128B, SWIZZLE_NONE, TensorMap
+from jax_fa4.kernels.problem import ForwardProblem
+from jax_fa4.kernels.sm90.backward.plan import tile_map
 from jax_fa4.kernels.sm90.backward.scratch import ScratchSizes
-from jax_fa4.kernels.sm100.backward.config import ROWS
-from jax_fa4.kernels.sm100.backward_pair.config import HALF_ROWS, PIECE_VECTORS
+from jax_fa4.kernels.sm100.backward.config import BOX_COLUMNS, KEYS, ROWS, BackwardConfig
+from jax_fa4.kernels.sm100.backward_pair.config import CTAS, HALF_ROWS, PairShape
 
 VECTOR = 4
 """float32 elements of the scratch's unit: columns of one row."""
 
 
-def scratch_map(buffer: int, sizes: ScratchSizes) -> TensorMap:
+Rows = tuple[int, int, int, int]
+"""(buffer, rows, heads, width) of a tensor (batch, rows, heads, width)."""
+
+
+def column_maps(config: BackwardConfig, problem: ForwardProblem, query: Rows, key: Rows, dout: Rows) -> list[TensorMap]:
+    """Maps of Q, K and dO by columns; each has half of them in a CTA."""
+    shape = PairShape.of(config)
+    swizzle = SWIZZLE_128B if shape.column_box == BOX_COLUMNS else SWIZZLE_64B
+
+    def own_columns(tensor: Rows, rows: int) -> TensorMap:
+        return replace(tile_map(problem, *tensor, rows)[0], box=(shape.column_box, rows, 1, 1), swizzle=swizzle)
+
+    return [own_columns(query, shape.rows), own_columns(key, CTAS * KEYS), tile_map(problem, *dout, shape.rows)[0]]
+
+
+def scratch_map(config: BackwardConfig, buffer: int, sizes: ScratchSizes) -> TensorMap:
     """The float32 scratch as vectors of all rows of a block (the inner dimension), of all columns of all blocks.
 
     A box is the rows of one CTA in the vectors that leave together.
@@ -25,6 +44,6 @@ def scratch_map(buffer: int, sizes: ScratchSizes) -> TensorMap:
         "float32",
         dims=(inner, sizes.dq_accum // inner),
         strides=(inner * 4,),
-        box=(HALF_ROWS * VECTOR, PIECE_VECTORS),
+        box=(HALF_ROWS * VECTOR, PairShape.of(config).piece_vectors),
         swizzle=SWIZZLE_NONE,
     )

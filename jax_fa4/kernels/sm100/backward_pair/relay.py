@@ -1,12 +1,12 @@
-"""(DSL) The relay warp: sends half of each step's dS to the peer, and tells the pair's MMA warp what has arrived.
+"""(DSL) The relay warp: sends half of each block's dS to the peer, and tells the pair's MMA warp what has arrived.
 
-Data flow per step::
+Data flow per block::
 
     send.full                  -> bulk copy of ``outgoing`` to the peer's dS of this CTA's keys  -> received.full there
     received.full              -> exchange.full of the leader
 
 The peer's dS is free by then: what is sent has been written after ds.empty, which says in both CTAs that the product
-dQ of the step before is complete. A bulk copy, and not stores to the peer's shared memory: the compute warps need not
+dQ of the block before is complete. A bulk copy, and not stores to the peer's shared memory: the compute warps need not
 wait until these have arrived, and no fence is needed between generic writes in one CTA and the tensor core of another.
 """
 

@@ -1,55 +1,75 @@
-"""Map of tensor memory in each CTA of a pair: 512 columns of 128 lanes of 32 bits, allocated whole::
+"""Map of tensor memory in each CTA of a pair: 512 columns of 128 lanes of 32 bits, allocated whole.
+
+One part to a block (head dims up to 128)::
 
     0       64       128              256              384              512
-    | S: P   | dQ     | dV             | dP, dS         | dK             |
+    | S: P   | dQ     | dP, dS         | dV             | dK             |
 
-Lanes are the CTA's keys, but for dQ (``config.DQ_COLUMNS`` says which). dQ of a step is computed when the scores of the
-next one have been read, into the columns that their probabilities leave free.
+Two parts (192 and 128)::
 
-A compute warpgroup ``g`` has query rows 32 g to 32 g + 31 of each half of a block. Its 16-bit P of half ``h`` lies in
-the columns from 32 g + 16 h on, which held scores of its own; its dS of half ``h`` in those from 64 h + 32 g on, where
-dP of the same rows was. So no warp writes what another one still reads.
+    0    32   64      128     192              320                      512
+    | S: P | ...      | dP, dS | dV             | dK                     |
+         | dQ         |
+
+Lanes are the CTA's keys, but for dQ (``PairShape.dq_columns`` says which). dQ of a block is computed when the next
+scores have been read, into the columns that their probabilities leave free.
+
+A compute warpgroup ``g`` has the ``n`` (``group_rows``) rows from ``n g`` on of each half of a part. Its 16-bit P of
+half ``h`` lies in the columns from ``n g + n h / 2`` on, which held scores of its own; its dS of half ``h`` in those
+from ``2 n h + n g`` on, where dP of the same rows was. So no warp writes what another one still reads.
 """
 
 from __future__ import annotations
 
-from jax_fa4.kernels.sm100.backward.tmem import BASE, COLUMNS, DKEY, DPROBABILITIES, DVALUE, LANE_SHIFT, SCORES
-from jax_fa4.kernels.sm100.backward_pair.config import HALF_ROWS
+from jax_fa4.kernels.sm100.backward.config import COMPUTE_GROUPS, K_STEP, ROWS
+from jax_fa4.kernels.sm100.backward.tmem import BASE, COLUMNS, LANE_SHIFT, SCORES
+from jax_fa4.kernels.sm100.backward_pair.config import PairShape
 
 __all__ = [
     "BASE",
     "COLUMNS",
-    "DKEY",
     "DPROBABILITIES",
-    "DQUERY",
-    "DVALUE",
-    "GROUP_COLUMNS",
     "LANE_SHIFT",
     "SCORES",
+    "dkey",
+    "dquery",
     "dscore_step",
+    "dvalue",
     "probability_step",
 ]
 
-DQUERY = SCORES + HALF_ROWS
-"""The columns of S that P, with two rows to a column, leaves free."""
-
-GROUP_COLUMNS = 32
-"""Query rows of each half of a block that a compute warpgroup has: columns of S and dP."""
+DPROBABILITIES = ROWS
 
 
-def _place(step: int) -> tuple[int, int, int]:
-    """(half of the block, warpgroup, columns further) of K step ``step``, 16 query rows, of P or dS."""
-    half, inside = divmod(step, 4)
-    return half, inside // 2, inside % 2 * 8
+def dquery(shape: PairShape) -> int:
+    """First column of dQ: P has two rows to a column."""
+    return SCORES + shape.rows // 2
 
 
-def probability_step(step: int) -> int:
+def dvalue(shape: PairShape) -> int:
+    """First column of dV."""
+    return DPROBABILITIES + shape.rows
+
+
+def dkey(shape: PairShape, columns_v: int) -> int:
+    """First column of dK."""
+    return dvalue(shape) + columns_v
+
+
+def _place(shape: PairShape, step: int) -> tuple[int, int, int]:
+    """(half of the part, warpgroup, columns further) of K step ``step``, 16 query rows, of P or dS."""
+    half, row = divmod(step * K_STEP, shape.own_rows)
+    group, row = divmod(row, shape.own_rows // COMPUTE_GROUPS)
+    return half, group, row // 2
+
+
+def probability_step(shape: PairShape, step: int) -> int:
     """Columns from the start of S to K step ``step`` of P."""
-    half, group, further = _place(step)
-    return group * GROUP_COLUMNS + half * (GROUP_COLUMNS // 2) + further
+    half, group, further = _place(shape, step)
+    return group * shape.group_rows + half * (shape.group_rows // 2) + further
 
 
-def dscore_step(step: int) -> int:
+def dscore_step(shape: PairShape, step: int) -> int:
     """Columns from the start of dP to K step ``step`` of dS."""
-    half, group, further = _place(step)
-    return half * HALF_ROWS + group * GROUP_COLUMNS + further
+    half, group, further = _place(shape, step)
+    return half * shape.own_rows + group * shape.group_rows + further

@@ -11,13 +11,14 @@ from cutlass import Int32
 
 VERSION = 1 << (46 - 32)
 SWIZZLE_128B = 2 << (61 - 32)
+SWIZZLE_64B = 4 << (61 - 32)
 FORMATS = {"float16": 0, "bfloat16": 1}
 ACCUMULATE_FLOAT32 = 1
 
 
-def high_word(stride_bytes: int) -> int:
-    """High word for the 128-byte swizzle; ``stride_bytes`` from one group of 8 rows to the next."""
-    return (stride_bytes >> 4) | VERSION | SWIZZLE_128B
+def high_word(stride_bytes: int, swizzle: int = SWIZZLE_128B) -> int:
+    """High word for a swizzle; ``stride_bytes`` from one group of 8 rows to the next."""
+    return (stride_bytes >> 4) | VERSION | swizzle
 
 
 def low_word(address: Int32, leading_bytes: int = 16) -> Int32:
