@@ -28,6 +28,9 @@ def tensor_copy(t: Translator, ins: Instruction) -> None:
     parts, operands = ins.parts, ins.operands
     if any(p.startswith("im2col") or p.startswith("tile::") for p in parts):
         raise t.fail(ins)
+    whole = next((o for o in operands[:2] if len(o[1]) == 2 and o[1][1][0] == "v"), None)  # [map, {coordinates}]
+    if whole is None or f"{len(whole[1][1][1])}d" not in parts:
+        raise t.fail(ins, "the rank and the number of coordinates differ")
     t.at(ins)
     t.line("yield")
     if operands[0][1][0][0] != "v" and len(operands[0][1]) == 1:  # [shared], [map, {coordinates}], [barrier] ...
