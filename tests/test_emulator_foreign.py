@@ -70,8 +70,9 @@ def test_wrong_swizzle_gives_wrong_numbers():
         (changed("bar.sync \t0;", ""), EmulatorError),
         (changed("cp.async.bulk.tensor.2d", "cp.async.bulk.tensor.3d"), UnsupportedError),
         (changed("fma.rn.f32", "fma3.rn.f32"), UnsupportedError),
+        (changed("bar.sync \t0;", "call.uni (%r1), helper, (%r2);"), UnsupportedError),
     ],
-    ids=["wait", "arrival", "fence", "initialisation", "barrier", "form", "opcode"],
+    ids=["wait", "arrival", "fence", "initialisation", "barrier", "form", "opcode", "call"],
 )
 def test_faults_are_reported(ptx, error):
     with pytest.raises(error):

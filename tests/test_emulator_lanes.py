@@ -113,6 +113,25 @@ def test_one_lane_may_fence_for_all_after_they_met():
     assert (send("bar.warp.sync -1;", "", FENCE) == np.arange(32)).all()
 
 
+COPY = """ mov.u32 %r0, smem; shl.b32 %r1, lane_id, 2; add.u32 %r2, %r0, %r1; st.shared.b32 [%r2], tx;
+ {between} setp.ne.u32 p, lane_id, {lane}; @p bra END; {late} ld.param.u64 base, [out];
+ cp.async.bulk.global.shared::cta.bulk_group [base], [%r0], 128; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END:
+"""
+
+
+@pytest.mark.parametrize("lane", [0, 9])
+def test_one_lane_copies_what_all_have_written(lane):
+    out = np.zeros(32, np.uint32)
+    for between, late in ((FENCE + " bar.warp.sync -1;", ""), ("bar.warp.sync -1;", FENCE)):
+        out[:] = 0
+        launch(module(COPY.format(between=between, late=late, lane=lane)), [out, out], shared=256)
+        assert (out == np.arange(32)).all()
+    for between, late in ((FENCE, ""), ("", FENCE), ("bar.warp.sync -1; " + FENCE, "")):
+        with pytest.raises(RaceError):
+            launch(module(COPY.format(between=between, late=late, lane=lane)), [out, out], shared=256)
+
+
 PRODUCT = """ mov.b32 %r0, 0; {first} {{ .reg .f32 f<4>; .reg .pred keep; setp.ne.b32 keep, %r0, 0;
  mov.f32 f0, 0f00000000; mov.f32 f1, f0; mov.f32 f2, f0; mov.f32 f3, f0;
  mov.u32 %r1, smem; shr.u32 %r1, %r1, 4; cvt.u64.u32 %d0, %r1; {fence}

@@ -10,12 +10,14 @@ from .translate import Translator, opcode
 
 def _each(t: Translator, sources: list[tuple[str, bool]], call: str) -> None:
     """Emits ``call`` with the operands as ints: once if all are uniform, else once per distinct active lane."""
+    t.line(f"w.issuing = {t.mask}")
     if all(uniform for _, uniform in sources):
         t.line(call.format(*(s for s, _ in sources)))
-        return
-    arrays = ", ".join(s for s, _ in sources)
-    t.line(f"for t in w.distinct({t.mask}, {arrays}):")
-    t.line(" " + call.format(*(f"t[{i}]" for i in range(len(sources)))))
+    else:
+        arrays = ", ".join(s for s, _ in sources)
+        t.line(f"for t in w.distinct({t.mask}, {arrays}):")
+        t.line(" " + call.format(*(f"t[{i}]" for i in range(len(sources)))))
+    t.line("w.issuing = w.initial_mask")
 
 
 def _value(t: Translator, operand: tuple, kind: str) -> tuple[str, bool]:

@@ -23,7 +23,7 @@ class Operation(AsyncAction):
     def __init__(self, warp, what: str):
         self.warp, self.machine, self.cta, self.line, self.what = warp, warp.machine, warp.cta, warp.line, what
         self.done = self.read_done = False
-        self.clocks, self.column = self._open(warp.clocks)
+        self.clocks, self.column = self._open(warp.published(warp.issuing))
         self.accessor = Accessor(self.column, self.clocks, ASYNC, self.report)
 
     def _open(self, source: np.ndarray) -> tuple[np.ndarray, int]:

@@ -214,7 +214,10 @@ class _Body:
             guard = (scope.resolve(name.lstrip("!")), name.startswith("!"))
         opcode, _, arguments = rest.replace("\n", " ").replace("\t", " ").partition(" ")
         parts = tuple(opcode.split("."))
-        operands = [self._operand(o, scope) for o in _split(arguments)]
+        try:
+            operands = [self._operand(o, scope) for o in _split(arguments)]
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{opcode}: {error} (PTX line {line}: {text[:120]})") from None
         return Instruction(parts, operands, line, " ".join(text.split()), guard)
 
     def _operand(self, text: str, scope: _Scope) -> tuple:

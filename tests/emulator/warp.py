@@ -51,6 +51,7 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
         self.fence_clock: np.ndarray | None = None
         self.loose = False  # several lanes have accessed memory since the warp last synchronised its lanes
         self.touched = False  # any lane has
+        self.issuing = self.initial_mask  # lanes that issue the asynchronous operation in hand
         self.lane_fences: list = []  # what fences of several lanes have changed since: (where, values before)
         self.synced = 0  # this warp's clock at that time
         self.unannounced: list = []  # mbarriers initialised since the last fence
@@ -112,8 +113,8 @@ class Warp(WarpMemory, WarpSync, WarpTensor):
         self.tick()
 
     def published(self, mask) -> np.ndarray:
-        """The clock that an arrival by the lanes ``mask`` publishes: not what other lanes did since they last met, nor
-        what their fences made visible."""
+        """The clock that an arrival or a copy by the lanes ``mask`` publishes: not what other lanes did since they last
+        met, nor what their fences made visible."""
         if not (self.loose or self.lane_fences) or np.count_nonzero(mask) == self.thread_count:
             return self.clocks
         clocks = self.clocks.copy()
