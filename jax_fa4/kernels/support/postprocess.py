@@ -7,7 +7,7 @@ and its scratch was never written.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -26,6 +26,18 @@ VECTOR = 8
 """16-bit elements in a 16-byte store."""
 
 
+class Parameters(NamedTuple):
+    """dq (batch, rows, heads, head_dim) = scale * dq_accum; ``turn`` is None, and no parameter, without counters."""
+
+    dq_accum: cute.Pointer
+    turn: cute.Pointer | None
+    dq: cute.Pointer
+    scale: Float32
+    rows: Int32
+    heads: Int32
+    head_dim: Int32
+
+
 class Postprocess:
     """One CTA per (block of ``tile_m`` rows, query head, batch entry)."""
 
@@ -40,35 +52,17 @@ class Postprocess:
         return postprocess_shared_bytes(self.block)
 
     @cute.jit
-    def __call__(
-        self,
-        dq_accum: cute.Pointer,
-        turn: cute.Pointer | None,
-        dq: cute.Pointer,
-        scale: Float32,
-        rows: Int32,
-        heads: Int32,
-        head_dim: Int32,
-        batch: Int32,
-    ) -> None:
-        """dq (batch, rows, heads, head_dim) = scale * dq_accum."""
-        self.kernel(dq_accum, turn, dq, scale, rows, heads, head_dim).launch(
-            grid=[cute.ceil_div(rows, self.block.tile_m) * heads * batch, 1, 1],
+    def __call__(self, given: Parameters, batch: Int32) -> None:
+        """Launches one kernel for ``batch`` batch entries."""
+        self.kernel(given).launch(
+            grid=[cute.ceil_div(given.rows, self.block.tile_m) * given.heads * batch, 1, 1],
             block=[POSTPROCESS_THREADS, 1, 1],
             smem=self.shared_bytes,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        dq_accum: cute.Pointer,
-        turn: cute.Pointer | None,
-        dq: cute.Pointer,
-        scale: Float32,
-        rows: Int32,
-        heads: Int32,
-        head_dim: Int32,
-    ) -> None:
+    def kernel(self, given: Parameters) -> None:
+        rows, heads, head_dim = given.rows, given.heads, given.head_dim
         block_layout = self.block
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
@@ -86,11 +80,11 @@ class Postprocess:
         values.fill(0.0)
         written = Int32(1)
         if const_expr(self.counters):
-            written = cute.make_tensor(turn + (Int64(block) * DQ_CHUNKS + chunk), cute.make_layout(1))[0]
+            written = cute.make_tensor(given.turn + (Int64(block) * DQ_CHUNKS + chunk), cute.make_layout(1))[0]
         if written > 0:
             start = Int64(block) * block_layout.elements + chunk * block_layout.chunk_elements + in_chunk * 4
             source = cute.make_tensor(
-                (dq_accum + start).align(16), cute.make_layout((4, vectors), stride=(1, 4 * WARPGROUP))
+                (given.dq_accum + start).align(16), cute.make_layout((4, vectors), stride=(1, 4 * WARPGROUP))
             )
             cute.autovec_copy(source, values)
 
@@ -110,7 +104,7 @@ class Postprocess:
             for r in cutlass.range_constexpr(2):
                 pair = cute.make_rmem_tensor(2, self.dtype)
                 for i in cutlass.range_constexpr(2):
-                    pair[i] = (values[2 * r + i, v] * scale).to(self.dtype)
+                    pair[i] = (values[2 * r + i, v] * given.scale).to(self.dtype)
                 offset = (row + rows_apart * r) * self.pitch + column + vector_columns * v + columns_apart * r
                 cute.autovec_copy(pair, cute.make_tensor((tile.iterator + offset).align(4), cute.make_layout(2)))
         cute.arch.sync_threads()
@@ -126,7 +120,7 @@ class Postprocess:
                     cute.make_tensor(
                         (tile.iterator + (tile_row * self.pitch + vector * VECTOR)).align(16), cute.make_layout(VECTOR)
                     ),
-                    cute.make_tensor((dq + element).align(16), cute.make_layout(VECTOR)),
+                    cute.make_tensor((given.dq + element).align(16), cute.make_layout(VECTOR)),
                 )
 
 
@@ -137,11 +131,13 @@ def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
         return cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
 
     kernel = Postprocess(spec)
-    arguments = (
-        pointer(Float32, 16),
-        pointer(Int32, 4) if kernel.counters else None,
-        pointer(kernel.dtype, 16),
-        Float32(1),
-        *(Int32(1) for _ in range(4)),
+    given = Parameters(
+        dq_accum=pointer(Float32, 16),
+        turn=pointer(Int32, 4) if kernel.counters else None,
+        dq=pointer(kernel.dtype, 16),
+        scale=Float32(1),
+        rows=Int32(1),
+        heads=Int32(1),
+        head_dim=Int32(1),
     )
-    return kernel, arguments
+    return kernel, (given, Int32(1))

@@ -9,7 +9,7 @@ get ``lse2 = +inf`` and ``delta = 0``. The counters ``turn`` start at zero.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -29,6 +29,23 @@ ROWS_IN_FLIGHT = 8
 """Rows whose loads a thread issues before it uses the first: enough to hide the memory's latency."""
 
 
+class Parameters(NamedTuple):
+    """out, dout (batch, rows, heads, head_dim_v); lse, dlse float32 (batch, heads, rows); lse2, delta the padded
+    statistics; ``turn`` and ``batch_info`` where the kernel has them, else None and no parameters."""
+
+    out: cute.Pointer
+    dout: cute.Pointer
+    lse: cute.Pointer
+    dlse: cute.Pointer
+    lse2: cute.Pointer
+    delta: cute.Pointer
+    turn: cute.Pointer | None
+    batch_info: cute.Pointer | None
+    rows: Int32
+    heads: Int32
+    head_dim_v: Int32
+
+
 class Preprocess:
     """One CTA per (block of BLOCK_ROWS rows, query head, batch entry); rows are padded to a multiple of ``padding``."""
 
@@ -43,41 +60,13 @@ class Preprocess:
         self.together = min(BLOCK_ROWS // self.rows_at_once, ROWS_IN_FLIGHT)
 
     @cute.jit
-    def __call__(
-        self,
-        out: cute.Pointer,
-        dout: cute.Pointer,
-        lse: cute.Pointer,
-        dlse: cute.Pointer,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        turn: cute.Pointer | None,
-        batch_info: cute.Pointer | None,
-        rows: Int32,
-        heads: Int32,
-        head_dim_v: Int32,
-        batch: Int32,
-    ) -> None:
-        """out, dout (batch, rows, heads, head_dim_v); lse, dlse float32 (batch, heads, rows)."""
-        self.kernel(out, dout, lse, dlse, lse2, delta, turn, batch_info, rows, heads, head_dim_v).launch(
-            grid=[self.blocks(rows) * heads * batch, 1, 1], block=[THREADS, 1, 1]
-        )
+    def __call__(self, given: Parameters, batch: Int32) -> None:
+        """Launches one kernel for ``batch`` batch entries."""
+        self.kernel(given).launch(grid=[self.blocks(given.rows) * given.heads * batch, 1, 1], block=[THREADS, 1, 1])
 
     @cute.kernel
-    def kernel(
-        self,
-        out: cute.Pointer,
-        dout: cute.Pointer,
-        lse: cute.Pointer,
-        dlse: cute.Pointer,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        turn: cute.Pointer | None,
-        batch_info: cute.Pointer | None,
-        rows: Int32,
-        heads: Int32,
-        head_dim_v: Int32,
-    ) -> None:
+    def kernel(self, given: Parameters) -> None:
+        rows, heads = given.rows, given.heads
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row_blocks = self.blocks(rows)
@@ -87,15 +76,15 @@ class Preprocess:
         batch = row_block // row_blocks
         m = row_block - batch * row_blocks
         if const_expr(self.counters):
-            self.clear_turns(turn, (Int64(batch) * heads + head) * row_blocks + m, thread)
+            self.clear_turns(given.turn, (Int64(batch) * heads + head) * row_blocks + m, thread)
         q_len = rows
         if const_expr(self.varlen):
-            q_len = cutlass.min(rows, cute.make_tensor(batch_info + batch * 4, cute.make_layout(4))[0])
+            q_len = cutlass.min(rows, cute.make_tensor(given.batch_info + batch * 4, cute.make_layout(4))[0])
 
         lane = thread % self.lanes
         for outer in cutlass.range(BLOCK_ROWS // (self.rows_at_once * self.together), unroll=1):
             first_row = m * BLOCK_ROWS + outer * self.together * self.rows_at_once + thread // self.lanes
-            self.rows(out, dout, lse, dlse, lse2, delta, rows, heads, head_dim_v, q_len, batch, head, lane, first_row)
+            self.rows(given, q_len, batch, head, lane, first_row)
 
     def blocks(self, rows: Int32) -> Int32:
         """CTAs per head."""
@@ -109,23 +98,7 @@ class Preprocess:
             cute.make_tensor(turn + (block // ratio * DQ_CHUNKS + thread), cute.make_layout(1))[0] = Int32(0)
 
     @cute.jit
-    def rows(
-        self,
-        out: cute.Pointer,
-        dout: cute.Pointer,
-        lse: cute.Pointer,
-        dlse: cute.Pointer,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        rows: Int32,
-        heads: Int32,
-        head_dim_v: Int32,
-        q_len: Int32,
-        batch: Int32,
-        head: Int32,
-        lane: Int32,
-        first_row: Int32,
-    ) -> None:
+    def rows(self, given: Parameters, q_len: Int32, batch: Int32, head: Int32, lane: Int32, first_row: Int32) -> None:
         """Rows ``first_row``, ``first_row + rows_at_once``, ...: all loads first, then sums and stores."""
         shape = cute.make_layout((VECTOR, self.together))
         outs, douts = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
@@ -134,17 +107,18 @@ class Preprocess:
         douts.fill(0.0)
         lses.fill(-float("inf"))
         dlses.fill(0.0)
+        rows, heads, head_dim_v = given.rows, given.heads, given.head_dim_v
         head_of_batch = Int64(batch) * heads + head
         for i in cutlass.range_constexpr(self.together):
             row = first_row + i * self.rows_at_once
             if row < q_len:
                 source = head_of_batch * rows + row
-                lses[i] = cute.make_tensor(lse + source, cute.make_layout(1))[0]
-                dlses[i] = cute.make_tensor(dlse + source, cute.make_layout(1))[0]
+                lses[i] = cute.make_tensor(given.lse + source, cute.make_layout(1))[0]
+                dlses[i] = cute.make_tensor(given.dlse + source, cute.make_layout(1))[0]
                 if lane * VECTOR < head_dim_v:
                     element = ((Int64(batch) * rows + row) * heads + head) * head_dim_v + lane * VECTOR
-                    cute.autovec_copy(self._vector(out, element), outs[None, i])
-                    cute.autovec_copy(self._vector(dout, element), douts[None, i])
+                    cute.autovec_copy(self._vector(given.out, element), outs[None, i])
+                    cute.autovec_copy(self._vector(given.dout, element), douts[None, i])
         padded = self.blocks(rows) * BLOCK_ROWS
         for i in cutlass.range_constexpr(self.together):
             total = Float32(0)
@@ -160,8 +134,8 @@ class Preprocess:
                     row_lse2 = lses[i] * math.log2(math.e)
                     row_delta = total - dlses[i]
                 target = head_of_batch * padded + first_row + i * self.rows_at_once
-                cute.make_tensor(lse2 + target, cute.make_layout(1))[0] = row_lse2
-                cute.make_tensor(delta + target, cute.make_layout(1))[0] = row_delta
+                cute.make_tensor(given.lse2 + target, cute.make_layout(1))[0] = row_lse2
+                cute.make_tensor(given.delta + target, cute.make_layout(1))[0] = row_delta
 
     def _vector(self, base: cute.Pointer, element: Int64) -> cute.Tensor:
         return cute.make_tensor((base + element).align(16), cute.make_layout(VECTOR))
@@ -174,12 +148,17 @@ def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
         return cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
 
     kernel = Preprocess(spec)
-    arguments = (
-        pointer(kernel.dtype, 16),
-        pointer(kernel.dtype, 16),
-        *(pointer(Float32, 4) for _ in range(4)),
-        pointer(Int32, 4) if kernel.counters else None,
-        pointer(Int32, 16) if kernel.varlen else None,
-        *(Int32(1) for _ in range(4)),
+    given = Parameters(
+        out=pointer(kernel.dtype, 16),
+        dout=pointer(kernel.dtype, 16),
+        lse=pointer(Float32, 4),
+        dlse=pointer(Float32, 4),
+        lse2=pointer(Float32, 4),
+        delta=pointer(Float32, 4),
+        turn=pointer(Int32, 4) if kernel.counters else None,
+        batch_info=pointer(Int32, 16) if kernel.varlen else None,
+        rows=Int32(1),
+        heads=Int32(1),
+        head_dim_v=Int32(1),
     )
-    return kernel, arguments
+    return kernel, (given, Int32(1))

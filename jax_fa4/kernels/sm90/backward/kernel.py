@@ -11,7 +11,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from jax_fa4.kernels.sm90.backward.config import (
@@ -25,8 +24,9 @@ from jax_fa4.kernels.sm90.backward.dq_writer import write_dq
 from jax_fa4.kernels.sm90.backward.producer import load
 from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS
 from jax_fa4.kernels.sm90.backward.shared import allocate, shared_layouts
-from jax_fa4.kernels.sm90.backward.tiles import load_atom, store_atom
-from jax_fa4.kernels.sm90.backward.work import MaskBounds, key_block_work
+from jax_fa4.kernels.sm90.backward.tiles import operand_atoms, store_atom
+from jax_fa4.kernels.sm90.backward.values import TmaTensor, Values, arguments_to_compile_for
+from jax_fa4.kernels.sm90.backward.work import key_block_work
 from jax_fa4.kernels.spec import KernelSpec
 
 
@@ -45,57 +45,16 @@ class BackwardMain:
         dout: cute.Tensor,
         dkey: cute.Tensor,
         dvalue: cute.Tensor,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        dq_accum: cute.Pointer,
-        turn: cute.Pointer | None,
-        batch_info: cute.Pointer | None,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
+        values: Values,
     ) -> None:
         """Launches one kernel. Global tensors are (batch, rows, heads, head dim), contiguous."""
         c = self.config
         layouts = shared_layouts(c)
-        query_tma, query_t = load_atom(query, layouts["query"], c.tile_m, c.head_dim)
-        key_tma, key_t = load_atom(key, layouts["key"], c.tile_n, c.head_dim)
-        value_tma, value_t = load_atom(value, layouts["value"], c.tile_n, c.head_dim_v)
-        dout_tma, dout_t = load_atom(dout, layouts["dout"], c.tile_m, c.head_dim_v)
-        dkey_tma, dkey_t = store_atom(dkey, layouts["key"], c.tile_n, c.head_dim)
-        dvalue_tma, dvalue_t = store_atom(dvalue, layouts["value"], c.tile_n, c.head_dim_v)
-        self.kernel(
-            query_tma,
-            query_t,
-            key_tma,
-            key_t,
-            value_tma,
-            value_t,
-            dout_tma,
-            dout_t,
-            dkey_tma,
-            dkey_t,
-            dvalue_tma,
-            dvalue_t,
-            lse2,
-            delta,
-            dq_accum,
-            turn,
-            batch_info,
-            query_offset,
-            left,
-            right,
-            scale,
-            scale_log2,
-            group,
-            pairs,
-            pairs_together,
-        ).launch(
-            grid=[cute.ceil_div(key.shape[1], c.tile_n) * pairs, 1, 1],
+        operands = operand_atoms(c, layouts, query, key, value, dout)
+        dkey_tma = store_atom(dkey, layouts["key"], c.tile_n, c.head_dim)
+        dvalue_tma = store_atom(dvalue, layouts["value"], c.tile_n, c.head_dim_v)
+        self.kernel(*operands, dkey_tma, dvalue_tma, values).launch(
+            grid=[cute.ceil_div(key.shape[1], c.tile_n) * values.pairs, 1, 1],
             block=[c.threads, 1, 1],
             smem=c.shared_bytes,
             min_blocks_per_mp=1,
@@ -104,37 +63,19 @@ class BackwardMain:
     @cute.kernel
     def kernel(
         self,
-        query_tma: cute.CopyAtom,
-        query: cute.Tensor,
-        key_tma: cute.CopyAtom,
-        key: cute.Tensor,
-        value_tma: cute.CopyAtom,
-        value: cute.Tensor,
-        dout_tma: cute.CopyAtom,
-        dout: cute.Tensor,
-        dkey_tma: cute.CopyAtom,
-        dkey: cute.Tensor,
-        dvalue_tma: cute.CopyAtom,
-        dvalue: cute.Tensor,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        dq_accum: cute.Pointer,
-        turn: cute.Pointer | None,
-        batch_info: cute.Pointer | None,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
+        query: TmaTensor,
+        key: TmaTensor,
+        value: TmaTensor,
+        dout: TmaTensor,
+        dkey: TmaTensor,
+        dvalue: TmaTensor,
+        values: Values,
     ) -> None:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == Warp.LOAD:
-            for atom in (query_tma, key_tma, value_tma, dout_tma, dkey_tma, dvalue_tma):
-                cpasync.prefetch_descriptor(atom)
+            for operand in (query, key, value, dout, dkey, dvalue):
+                cpasync.prefetch_descriptor(operand.atom)
 
         shared = allocate(c)
         if warp == Warp.LOAD:
@@ -152,57 +93,20 @@ class BackwardMain:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        mask = MaskBounds(batch_info, query_offset, left, right)
-        work = key_block_work(c, query.shape[0], key, mask, group, pairs, pairs_together)
+        work = key_block_work(c, query.tensor.shape[0], key.tensor, values)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == Warp.LOAD:
-                load(
-                    c,
-                    work,
-                    shared,
-                    (query_tma, query),
-                    (key_tma, key),
-                    (value_tma, value),
-                    (dout_tma, dout),
-                    lse2,
-                    delta,
-                )
+                load(c, work, shared, query, key, value, dout, values)
             elif warp < Warp.DQ_WRITER + DQ_CHUNKS:
-                write_dq(c, work, shared, warp - Warp.DQ_WRITER, dq_accum, turn)
+                write_dq(c, work, shared, warp - Warp.DQ_WRITER, values.dq_accum, values.turn)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consume(c, work, shared, (dkey_tma, dkey), (dvalue_tma, dvalue), scale, scale_log2)
+            consume(c, work, shared, dkey, dvalue, values.scale, values.scale_log2)
 
 
 def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
     """Host function and fake arguments of the kernel for ``spec``."""
     config = MainConfig.of(spec)
-    sym = cute.SymInt
-
-    def tensor() -> Any:
-        return cute.runtime.make_fake_compact_tensor(
-            config.dtype, (sym(), sym(), sym(), sym(divisibility=8)), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-
-    def pointer(dtype, align: int = 16) -> Any:
-        return cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-
-    window = config.mask == "window"
-    arguments = (
-        *(tensor() for _ in range(6)),
-        pointer(Float32),
-        pointer(Float32),
-        pointer(Float32),
-        pointer(Int32, 4) if config.deterministic else None,
-        pointer(Int32) if config.varlen else None,
-        Int32(0),
-        Int32(0) if window else None,
-        Int32(0) if window else None,
-        Float32(1),
-        Float32(1),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-    )
+    arguments = arguments_to_compile_for(config, 6, accumulates=True, counts_turns=config.deterministic)
     return BackwardMain(config), arguments

@@ -11,6 +11,7 @@ from cutlass import Int64
 from jax_fa4.kernels.sm90.backward.config import MainConfig
 from jax_fa4.kernels.sm90.backward.ptx import bulk_load
 from jax_fa4.kernels.sm90.backward.tiles import tiles
+from jax_fa4.kernels.sm90.backward.values import TmaTensor, Values
 
 
 @cute.jit
@@ -18,12 +19,11 @@ def load(
     c: MainConfig,
     work: Any,
     shared: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    dout: Any,
-    lse2: cute.Pointer,
-    delta: cute.Pointer,
+    query: TmaTensor,
+    key: TmaTensor,
+    value: TmaTensor,
+    dout: TmaTensor,
+    values: Values,
 ) -> None:
     """Runs in one warp. Step ``i`` uses stage ``i % stages``; every phase bit follows from ``i``."""
     query_tma, query_to, query_from = tiles(query, shared.query, work.batch, (c.tile_m, c.head_dim))
@@ -47,7 +47,7 @@ def load(
         cute.arch.mbarrier_wait(shared.query_empty + stage, parity)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.query_bytes + c.row_stat_bytes)
-            bulk_load(lse2 + rows, shared.lse2[None, stage].iterator, full, c.row_stat_bytes)
+            bulk_load(values.lse2 + rows, shared.lse2[None, stage].iterator, full, c.row_stat_bytes)
         cute.copy(query_tma, query_from[None, m, 0, head], query_to[None, stage], tma_bar_ptr=full)
 
         if step == 0:
@@ -61,6 +61,6 @@ def load(
         cute.arch.mbarrier_wait(shared.dout_empty + stage, parity)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.dout_bytes + c.row_stat_bytes)
-            bulk_load(delta + rows, shared.delta[None, stage].iterator, full, c.row_stat_bytes)
+            bulk_load(values.delta + rows, shared.delta[None, stage].iterator, full, c.row_stat_bytes)
         cute.copy(dout_tma, dout_from[None, m, 0, head], dout_to[None, stage], tma_bar_ptr=full)
         head, m = work.next_block(head, m)

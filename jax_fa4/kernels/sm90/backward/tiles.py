@@ -8,28 +8,44 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
+from jax_fa4.kernels.sm90.backward.values import TmaTensor
+
 
 def by_head(tensor: cute.Tensor) -> cute.Tensor:
     """A (batch, rows, heads, head dim) tensor as (rows, head dim, heads, batch)."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 3, 2, 0]))
 
 
-def load_atom(tensor: cute.Tensor, layout: Any, rows: int, columns: int) -> Any:
+def load_atom(tensor: cute.Tensor, layout: Any, rows: int, columns: int) -> TmaTensor:
     """TMA load of (rows, columns) tiles into one stage of a shared ``layout``."""
     if const_expr(cute.rank(layout) == 3):
         layout = cute.slice_(layout, (None, None, 0))
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_head(tensor), layout, (rows, columns))
+    operation = cpasync.CopyBulkTensorTileG2SOp()
+    return TmaTensor(*cpasync.make_tiled_tma_atom(operation, by_head(tensor), layout, (rows, columns)))
 
 
-def store_atom(tensor: cute.Tensor, layout: Any, rows: int, columns: int) -> Any:
+def store_atom(tensor: cute.Tensor, layout: Any, rows: int, columns: int) -> TmaTensor:
     """TMA store of (rows, columns) tiles; what lies outside the tensor is dropped."""
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), by_head(tensor), layout, (rows, columns))
+    operation = cpasync.CopyBulkTensorTileS2GOp()
+    return TmaTensor(*cpasync.make_tiled_tma_atom(operation, by_head(tensor), layout, (rows, columns)))
 
 
-def tiles(atom_and_tensor: tuple[Any, cute.Tensor], shared: cute.Tensor, batch: Int32, tile: tuple[int, int]):
+def operand_atoms(
+    c: Any, layouts: dict[str, Any], query: cute.Tensor, key: cute.Tensor, value: cute.Tensor, dout: cute.Tensor
+) -> tuple[TmaTensor, TmaTensor, TmaTensor, TmaTensor]:
+    """TMA loads of the four operands, by the kernel's tiles."""
+    return (
+        load_atom(query, layouts["query"], c.tile_m, c.head_dim),
+        load_atom(key, layouts["key"], c.tile_n, c.head_dim),
+        load_atom(value, layouts["value"], c.tile_n, c.head_dim_v),
+        load_atom(dout, layouts["dout"], c.tile_m, c.head_dim_v),
+    )
+
+
+def tiles(given: TmaTensor, shared: cute.Tensor, batch: Int32, tile: tuple[int, int]):
     """(atom, shared tile[, stage], global tiles by (row block, 0, head))."""
-    atom, tensor = atom_and_tensor
-    blocks = cute.flat_divide(tensor[None, None, None, batch], tile)
+    atom = given.atom
+    blocks = cute.flat_divide(given.tensor[None, None, None, batch], tile)
     target, source = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
     )
@@ -46,7 +62,7 @@ def to_shared(dtype: Any, tiled_mma: cute.TiledMma, acc: cute.Tensor, target: cu
 
 
 def to_global(
-    atom_and_tensor: tuple[Any, cute.Tensor],
+    given: TmaTensor,
     shared: cute.Tensor,
     batch: Int32,
     block: Int32,
@@ -54,5 +70,5 @@ def to_global(
     tile: tuple[int, int],
 ) -> None:
     """Starts the TMA store of a shared tile to one row block of one head."""
-    atom, source, target = tiles(atom_and_tensor, shared, batch, tile)
+    atom, source, target = tiles(given, shared, batch, tile)
     cute.copy(atom, source, target[None, block, 0, head])

@@ -7,27 +7,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from jax_fa4.kernels.sm90.backward.ranges import BlockRanges, choose
-
-
-@dataclass(frozen=True)
-class MaskBounds:
-    """Run-time mask parameters of a launch: int32 (batch, 4) ``batch_info`` or None, scalars."""
-
-    batch_info: cute.Pointer | None
-    query_offset: Int32
-    left: Int32 | None
-    right: Int32 | None
-
-    def ranges(self, c: Any, batch: Int32, rows_q: Int32, rows_k: Int32) -> BlockRanges:
-        """Block ranges of one batch entry."""
-        q_len, kv_len, offset = rows_q, rows_k, self.query_offset
-        if const_expr(c.varlen):
-            info = cute.make_tensor(self.batch_info + batch * 4, cute.make_layout(4))
-            q_len, kv_len, offset = info[0], info[1], info[2]
-        return BlockRanges(c.tile_m, c.tile_n, c.mask, q_len, kv_len, offset, self.left, self.right)
+from jax_fa4.kernels.sm90.backward.values import Values
 
 
 @dataclass(frozen=True)
@@ -67,9 +50,7 @@ class Work:
         return head + Int32(last), choose(last, self.start_block, m - 1)
 
 
-def key_block_work(
-    c: Any, rows_q: Int32, key: cute.Tensor, mask: MaskBounds, group: Int32, pairs: Int32, pairs_together: Int32
-) -> Work:
+def key_block_work(c: Any, rows_q: Int32, key: cute.Tensor, values: Values) -> Work:
     """Decodes the block index.
 
     (batch, key head) pairs go in teams of ``pairs_together``. In a team the key block is the slow index, ascending:
@@ -79,25 +60,26 @@ def key_block_work(
     never met earlier by the key block before it, so a CTA that starts together with its predecessor in the order
     runs behind it and does not wait for it to come by.
     """
+    pairs_together = values.pairs_together
     rows_k = key.shape[0]
     key_blocks = cute.ceil_div(rows_k, c.tile_n)
     index, _, _ = cute.arch.block_idx()
     team = index // (pairs_together * key_blocks)
     rest = index - team * pairs_together * key_blocks
-    team_size = cutlass.min(pairs_together, pairs - team * pairs_together)
+    team_size = cutlass.min(pairs_together, values.pairs - team * pairs_together)
     key_block = rest // team_size
     pair = team * pairs_together + rest - key_block * team_size
     key_heads = key.shape[2]
     batch = pair // key_heads
     key_head = pair - batch * key_heads
-    ranges = mask.ranges(c, batch, rows_q, rows_k)
+    ranges = values.ranges(c, batch, rows_q, rows_k)
     first_block, end_block = ranges.query_blocks(key_block)
     return Work(
         key_block=key_block,
         key_head=key_head,
         batch=batch,
-        group=group,
-        query_heads=key_heads * group,
+        group=values.group,
+        query_heads=key_heads * values.group,
         row_blocks=cute.ceil_div(rows_q, c.row_padding) * (c.row_padding // c.tile_m),
         ranges=ranges,
         first_block=first_block,

@@ -21,8 +21,9 @@ from jax_fa4.kernels.sm90.backward.config import CONSUMER_REGISTERS, PRODUCER_RE
 from jax_fa4.kernels.sm90.backward.elementwise import probabilities, row_statistics, score_gradients
 from jax_fa4.kernels.sm90.backward.ptx import arrive_once_per_warp, bulk_load
 from jax_fa4.kernels.sm90.backward.scratch import WARPGROUP
-from jax_fa4.kernels.sm90.backward.tiles import load_atom, store_atom, tiles, to_global, to_shared
-from jax_fa4.kernels.sm90.backward.work import MaskBounds, key_block_work
+from jax_fa4.kernels.sm90.backward.tiles import operand_atoms, store_atom, tiles, to_global, to_shared
+from jax_fa4.kernels.sm90.backward.values import TmaTensor, Values, arguments_to_compile_for
+from jax_fa4.kernels.sm90.backward.work import key_block_work
 from jax_fa4.kernels.sm90.backward_split.config import KeyValueConfig, NamedBarrier
 from jax_fa4.kernels.sm90.backward_split.shared import allocate_key_value, key_value_layouts
 from jax_fa4.kernels.spec import KernelSpec
@@ -43,53 +44,16 @@ class KeyValueGradients:
         dout: cute.Tensor,
         dkey: cute.Tensor,
         dvalue: cute.Tensor,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        batch_info: cute.Pointer | None,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
+        values: Values,
     ) -> None:
         """Launches one kernel. Global tensors are (batch, rows, heads, head dim), contiguous."""
         c = self.config
         layouts = key_value_layouts(c)
-        query_tma, query_t = load_atom(query, layouts["query"], c.tile_m, c.head_dim)
-        key_tma, key_t = load_atom(key, layouts["key"], c.tile_n, c.head_dim)
-        value_tma, value_t = load_atom(value, layouts["value"], c.tile_n, c.head_dim_v)
-        dout_tma, dout_t = load_atom(dout, layouts["dout"], c.tile_m, c.head_dim_v)
-        dkey_tma, dkey_t = store_atom(dkey, layouts["key"], c.tile_n, c.head_dim)
-        dvalue_tma, dvalue_t = store_atom(dvalue, layouts["value"], c.tile_n, c.head_dim_v)
-        self.kernel(
-            query_tma,
-            query_t,
-            key_tma,
-            key_t,
-            value_tma,
-            value_t,
-            dout_tma,
-            dout_t,
-            dkey_tma,
-            dkey_t,
-            dvalue_tma,
-            dvalue_t,
-            lse2,
-            delta,
-            batch_info,
-            query_offset,
-            left,
-            right,
-            scale,
-            scale_log2,
-            group,
-            pairs,
-            pairs_together,
-        ).launch(
-            grid=[cute.ceil_div(key.shape[1], c.tile_n) * pairs, 1, 1],
+        operands = operand_atoms(c, layouts, query, key, value, dout)
+        dkey_tma = store_atom(dkey, layouts["key"], c.tile_n, c.head_dim)
+        dvalue_tma = store_atom(dvalue, layouts["value"], c.tile_n, c.head_dim_v)
+        self.kernel(*operands, dkey_tma, dvalue_tma, values).launch(
+            grid=[cute.ceil_div(key.shape[1], c.tile_n) * values.pairs, 1, 1],
             block=[c.threads, 1, 1],
             smem=c.shared_bytes,
             min_blocks_per_mp=1,
@@ -98,36 +62,20 @@ class KeyValueGradients:
     @cute.kernel
     def kernel(
         self,
-        query_tma: cute.CopyAtom,
-        query: cute.Tensor,
-        key_tma: cute.CopyAtom,
-        key: cute.Tensor,
-        value_tma: cute.CopyAtom,
-        value: cute.Tensor,
-        dout_tma: cute.CopyAtom,
-        dout: cute.Tensor,
-        dkey_tma: cute.CopyAtom,
-        dkey: cute.Tensor,
-        dvalue_tma: cute.CopyAtom,
-        dvalue: cute.Tensor,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        batch_info: cute.Pointer | None,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
+        query: TmaTensor,
+        key: TmaTensor,
+        value: TmaTensor,
+        dout: TmaTensor,
+        dkey: TmaTensor,
+        dvalue: TmaTensor,
+        values: Values,
     ) -> None:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = allocate_key_value(c)
         if warp == 0:
-            for atom in (query_tma, key_tma, value_tma, dout_tma, dkey_tma, dvalue_tma):
-                cpasync.prefetch_descriptor(atom)
+            for operand in (query, key, value, dout, dkey, dvalue):
+                cpasync.prefetch_descriptor(operand.atom)
             if cute.arch.lane_idx() == 0:
                 for ring in (shared.key_ring, shared.value_ring, shared.query_ring, shared.dout_ring):
                     ring.init(1, c.consumers * 4)
@@ -135,28 +83,17 @@ class KeyValueGradients:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        mask = MaskBounds(batch_info, query_offset, left, right)
-        work = key_block_work(c, query.shape[0], key, mask, group, pairs, pairs_together)
+        work = key_block_work(c, query.tensor.shape[0], key.tensor, values)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                load(
-                    c,
-                    work,
-                    shared,
-                    (query_tma, query),
-                    (key_tma, key),
-                    (value_tma, value),
-                    (dout_tma, dout),
-                    lse2,
-                    delta,
-                )
+                load(c, work, shared, query, key, value, dout, values)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             if warp < 8:
-                value_gradient(c, work, shared, (dvalue_tma, dvalue), scale_log2)
+                value_gradient(c, work, shared, dvalue, values.scale_log2)
             else:
-                key_gradient(c, work, shared, (dkey_tma, dkey), scale)
+                key_gradient(c, work, shared, dkey, values.scale)
 
 
 @cute.jit
@@ -164,12 +101,11 @@ def load(
     c: KeyValueConfig,
     work: Any,
     shared: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    dout: Any,
-    lse2: cute.Pointer,
-    delta: cute.Pointer,
+    query: TmaTensor,
+    key: TmaTensor,
+    value: TmaTensor,
+    dout: TmaTensor,
+    values: Values,
 ) -> None:
     """Load warp: K and V once, then Q with lse2 and dO with delta for every step."""
     query_tma, query_to, query_from = tiles(query, shared.query, work.batch, (c.tile_m, c.head_dim))
@@ -195,13 +131,13 @@ def load(
         shared.query_ring.wait_empty(step)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.query_bytes + c.row_stat_bytes)
-            bulk_load(lse2 + rows, shared.lse2[None, stage].iterator, full, c.row_stat_bytes)
+            bulk_load(values.lse2 + rows, shared.lse2[None, stage].iterator, full, c.row_stat_bytes)
         cute.copy(query_tma, query_from[None, m, 0, head], query_to[None, stage], tma_bar_ptr=full)
         full = shared.dout_ring.full + stage
         shared.dout_ring.wait_empty(step)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.dout_bytes + c.row_stat_bytes)
-            bulk_load(delta + rows, shared.delta[None, stage].iterator, full, c.row_stat_bytes)
+            bulk_load(values.delta + rows, shared.delta[None, stage].iterator, full, c.row_stat_bytes)
         cute.copy(dout_tma, dout_from[None, m, 0, head], dout_to[None, stage], tma_bar_ptr=full)
         head, m = work.next_block(head, m)
 
@@ -377,29 +313,5 @@ def store_gradient(
 def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
     """Host function and fake arguments of the kernel for ``spec``."""
     config = KeyValueConfig.of(spec)
-    sym = cute.SymInt
-
-    def tensor() -> Any:
-        return cute.runtime.make_fake_compact_tensor(
-            config.dtype, (sym(), sym(), sym(), sym(divisibility=8)), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-
-    def pointer(dtype: Any) -> Any:
-        return cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=16)
-
-    window = config.mask == "window"
-    arguments = (
-        *(tensor() for _ in range(6)),
-        pointer(Float32),
-        pointer(Float32),
-        pointer(Int32) if config.varlen else None,
-        Int32(0),
-        Int32(0) if window else None,
-        Int32(0) if window else None,
-        Float32(1),
-        Float32(1),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-    )
+    arguments = arguments_to_compile_for(config, 6)
     return KeyValueGradients(config), arguments

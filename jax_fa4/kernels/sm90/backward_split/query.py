@@ -20,8 +20,8 @@ from jax_fa4.kernels.sm90.backward.config import CONSUMER_REGISTERS, PRODUCER_RE
 from jax_fa4.kernels.sm90.backward.ptx import arrive_once_per_warp
 from jax_fa4.kernels.sm90.backward.ranges import BlockRanges
 from jax_fa4.kernels.sm90.backward.scratch import WARPGROUP
-from jax_fa4.kernels.sm90.backward.tiles import load_atom, store_atom, tiles, to_global, to_shared
-from jax_fa4.kernels.sm90.backward.work import MaskBounds
+from jax_fa4.kernels.sm90.backward.tiles import operand_atoms, store_atom, tiles, to_global, to_shared
+from jax_fa4.kernels.sm90.backward.values import TmaTensor, Values, arguments_to_compile_for
 from jax_fa4.kernels.sm90.backward_split.config import NamedBarrier, QueryConfig
 from jax_fa4.kernels.sm90.backward_split.shared import allocate_query, query_layouts
 from jax_fa4.kernels.spec import KernelSpec
@@ -60,51 +60,16 @@ class QueryGradient:
         value: cute.Tensor,
         dout: cute.Tensor,
         dquery: cute.Tensor,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        batch_info: cute.Pointer | None,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
+        values: Values,
     ) -> None:
         """Launches one kernel. Global tensors are (batch, rows, heads, head dim), contiguous; ``pairs`` counts (batch,
         query head)."""
         c = self.config
         layouts = query_layouts(c)
-        query_tma, query_t = load_atom(query, layouts["query"], c.tile_m, c.head_dim)
-        key_tma, key_t = load_atom(key, layouts["key"], c.tile_n, c.head_dim)
-        value_tma, value_t = load_atom(value, layouts["value"], c.tile_n, c.head_dim_v)
-        dout_tma, dout_t = load_atom(dout, layouts["dout"], c.tile_m, c.head_dim_v)
-        dquery_tma, dquery_t = store_atom(dquery, layouts["query"], c.tile_m, c.head_dim)
-        self.kernel(
-            query_tma,
-            query_t,
-            key_tma,
-            key_t,
-            value_tma,
-            value_t,
-            dout_tma,
-            dout_t,
-            dquery_tma,
-            dquery_t,
-            lse2,
-            delta,
-            batch_info,
-            query_offset,
-            left,
-            right,
-            scale,
-            scale_log2,
-            group,
-            pairs,
-            pairs_together,
-        ).launch(
-            grid=[cute.ceil_div(query.shape[1], c.tile_m) * pairs, 1, 1],
+        operands = operand_atoms(c, layouts, query, key, value, dout)
+        dquery_tma = store_atom(dquery, layouts["query"], c.tile_m, c.head_dim)
+        self.kernel(*operands, dquery_tma, values).launch(
+            grid=[cute.ceil_div(query.shape[1], c.tile_m) * values.pairs, 1, 1],
             block=[c.threads, 1, 1],
             smem=c.shared_bytes,
             min_blocks_per_mp=1,
@@ -113,80 +78,57 @@ class QueryGradient:
     @cute.kernel
     def kernel(
         self,
-        query_tma: cute.CopyAtom,
-        query: cute.Tensor,
-        key_tma: cute.CopyAtom,
-        key: cute.Tensor,
-        value_tma: cute.CopyAtom,
-        value: cute.Tensor,
-        dout_tma: cute.CopyAtom,
-        dout: cute.Tensor,
-        dquery_tma: cute.CopyAtom,
-        dquery: cute.Tensor,
-        lse2: cute.Pointer,
-        delta: cute.Pointer,
-        batch_info: cute.Pointer | None,
-        query_offset: Int32,
-        left: Int32 | None,
-        right: Int32 | None,
-        scale: Float32,
-        scale_log2: Float32,
-        group: Int32,
-        pairs: Int32,
-        pairs_together: Int32,
+        query: TmaTensor,
+        key: TmaTensor,
+        value: TmaTensor,
+        dout: TmaTensor,
+        dquery: TmaTensor,
+        values: Values,
     ) -> None:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = allocate_query(c)
         if warp == 0:
-            for atom in (query_tma, key_tma, value_tma, dout_tma, dquery_tma):
-                cpasync.prefetch_descriptor(atom)
+            for operand in (query, key, value, dout, dquery):
+                cpasync.prefetch_descriptor(operand.atom)
             if cute.arch.lane_idx() == 0:
                 for ring in (shared.query_ring, shared.dout_ring, shared.key_ring, shared.value_ring):
                     ring.init(1, c.consumers * 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        mask = MaskBounds(batch_info, query_offset, left, right)
-        work = query_block_work(c, query, key.shape[0], mask, group, pairs, pairs_together)
+        work = query_block_work(c, query.tensor, key.tensor.shape[0], values)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                load(c, work, shared, (query_tma, query), (key_tma, key), (value_tma, value), (dout_tma, dout))
+                load(c, work, shared, query, key, value, dout)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consume(c, work, shared, (dquery_tma, dquery), lse2, delta, scale, scale_log2)
+            consume(c, work, shared, dquery, values)
 
 
-def query_block_work(
-    c: QueryConfig,
-    query: cute.Tensor,
-    rows_k: Int32,
-    mask: MaskBounds,
-    group: Int32,
-    pairs: Int32,
-    pairs_together: Int32,
-) -> QueryWork:
+def query_block_work(c: QueryConfig, query: cute.Tensor, rows_k: Int32, values: Values) -> QueryWork:
     """Decodes the block index: teams of (batch, head) pairs whose K and V stay in L2; in a team the query block is the
     slow index, descending, which under a causal mask is longest first."""
+    pairs_together = values.pairs_together
     rows_q, heads = query.shape[0], query.shape[2]
     query_blocks = cute.ceil_div(rows_q, c.tile_m)
     index, _, _ = cute.arch.block_idx()
     team = index // (pairs_together * query_blocks)
     rest = index - team * pairs_together * query_blocks
-    team_size = cutlass.min(pairs_together, pairs - team * pairs_together)
+    team_size = cutlass.min(pairs_together, values.pairs - team * pairs_together)
     slow = rest // team_size
     query_block = query_blocks - 1 - slow
     pair = team * pairs_together + rest - slow * team_size
     batch = pair // heads
     head = pair - batch * heads
-    ranges = mask.ranges(c, batch, rows_q, rows_k)
+    ranges = values.ranges(c, batch, rows_q, rows_k)
     first_block, end_block = ranges.key_blocks(query_block)
     padded_rows = cute.ceil_div(rows_q, c.row_padding) * c.row_padding
     return QueryWork(
         query_block=query_block,
         head=head,
-        key_head=head // group,
+        key_head=head // values.group,
         batch=batch,
         first_row=query_block * c.tile_m + pair * padded_rows,
         ranges=ranges,
@@ -316,11 +258,8 @@ def consume(
     c: QueryConfig,
     work: QueryWork,
     shared: Any,
-    dquery: Any,
-    lse2: cute.Pointer,
-    delta: cute.Pointer,
-    scale: Float32,
-    scale_log2: Float32,
+    dquery: TmaTensor,
+    values: Values,
 ) -> None:
     """Runs in both consumer warpgroups."""
     thread = cute.arch.thread_idx()[0] - WARPGROUP
@@ -329,8 +268,8 @@ def consume(
     row = work.query_block * c.tile_m + row_in_block
     row_lse2, row_delta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     rows = cute.make_layout(2, stride=8)
-    cute.autovec_copy(cute.make_tensor(lse2 + (Int64(work.first_row) + row_in_block), rows), row_lse2)
-    cute.autovec_copy(cute.make_tensor(delta + (Int64(work.first_row) + row_in_block), rows), row_delta)
+    cute.autovec_copy(cute.make_tensor(values.lse2 + (Int64(work.first_row) + row_in_block), rows), row_lse2)
+    cute.autovec_copy(cute.make_tensor(values.delta + (Int64(work.first_row) + row_in_block), rows), row_delta)
     p = Products(c, shared, group)
     if work.steps > 0:
         shared.query_ring.wait_full(0)
@@ -339,10 +278,10 @@ def consume(
         shared.dout_ring.wait_full(0)
         warpgroup.wait_group(0)
         for step in cutlass.range(work.steps - 1, unroll=1):
-            query_step(c, work, shared, p, row_lse2, row_delta, step, row, scale_log2, False)
-        query_step(c, work, shared, p, row_lse2, row_delta, work.steps - 1, row, scale_log2, True)
+            query_step(c, work, shared, p, row_lse2, row_delta, step, row, values.scale_log2, False)
+        query_step(c, work, shared, p, row_lse2, row_delta, work.steps - 1, row, values.scale_log2, True)
 
-    p.dquery_acc.store(p.dquery_acc.load() * scale)
+    p.dquery_acc.store(p.dquery_acc.load() * values.scale)
     # dQ takes the place of Q, which nothing reads any more once both warpgroups are here.
     threads = c.consumers * WARPGROUP
     cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE, number_of_threads=threads)
@@ -358,29 +297,6 @@ def consume(
 def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
     """Host function and fake arguments of the kernel for ``spec``."""
     config = QueryConfig.of(spec)
-    sym = cute.SymInt
-
-    def tensor() -> Any:
-        return cute.runtime.make_fake_compact_tensor(
-            config.dtype, (sym(), sym(), sym(), sym(divisibility=8)), stride_order=(3, 2, 1, 0), assumed_align=16
-        )
-
-    def pointer(dtype: Any, align: int) -> Any:
-        return cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-
-    window = config.mask == "window"
-    arguments = (
-        *(tensor() for _ in range(5)),
-        pointer(Float32, 4),
-        pointer(Float32, 4),
-        pointer(Int32, 16) if config.varlen else None,
-        Int32(0),
-        Int32(0) if window else None,
-        Int32(0) if window else None,
-        Float32(1),
-        Float32(1),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-    )
+    # Rows of these statistics are read one by one.
+    arguments = arguments_to_compile_for(config, 5, statistics_align=4)
     return QueryGradient(config), arguments
