@@ -197,13 +197,20 @@ def tmem_load(address: Int32, columns: int) -> list[Float32]:
 
     Loads and wait are one block: no use of a register can move between them.
     """
-    step = min(columns, 32)
+    return tmem_load_each([address], columns)[0]
+
+
+def tmem_load_each(addresses: Sequence[Int32], columns: int) -> list[list[Float32]]:
+    """As :func:`tmem_load` from several addresses, with one wait for all."""
+    step, total = min(columns, 32), columns * len(addresses)
     lines = [
-        f"tcgen05.ld.sync.aligned.32x32b.x{step}.b32 {_list(first, step)}, [${columns} + {first}];"
+        f"tcgen05.ld.sync.aligned.32x32b.x{step}.b32 {_list(i * columns + first, step)}, [${total + i} + {first}];"
+        for i in range(len(addresses))
         for first in range(0, columns, step)
     ]
     text = "{ " + "\n".join([*lines, "tcgen05.wait::ld.sync.aligned;"]) + " }"
-    return assemble(text, [Float32] * columns, [address])
+    values = assemble(text, [Float32] * total, addresses)
+    return [values[first : first + columns] for first in range(0, total, columns)]
 
 
 def tmem_store(address: Int32, registers: Sequence) -> None:

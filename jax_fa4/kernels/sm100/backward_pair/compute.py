@@ -62,7 +62,7 @@ class PairComputeRole(ComputeRole):
         c.edges.stat.wait_full(stage, stat_use)
         c.edges.s.wait_full(0, use)
         ptx.tmem_fence_after()
-        probability = [ptx.tmem_load(self.lanes + (tmem.SCORES + f), shape.group_rows) for f in first]
+        probability = ptx.tmem_load_each([self.lanes + (tmem.SCORES + f) for f in first], shape.group_rows)
         ptx.tmem_fence_before()
         self.arrive_leader(c.edges.read.full(0))
         for k in cutlass.range_constexpr(2):

@@ -11,7 +11,7 @@ Data flow (i counts parts, j blocks; products complete in the order of issue; ev
       q.full, dq.empty         -> S(i+1)                                  -> s.full, q.empty
       ds.full, qt.full         -> dK += dS(i) Q(i)                        -> qt.empty
       dout.full                -> dP(i+1)                                 -> dp.full, dout.empty
-    exchange.full     -> dQ of the last block                             -> dq.full, ds.empty
+    exchange.full     -> dQ of the last block                             -> dq.full
     grad.full
 
 =======  =================  ====================  ======================  ============================================
@@ -90,7 +90,7 @@ class PairMmaRole:
                     edges.read.wait_full(0, use)
                     ptx.tmem_fence_after()
                     if (i > 0) & Boolean(part == 0):
-                        self.dquery(i - 1, leader)
+                        self.dquery(i - 1, leader, last=False)
                     self.dvalue(use, leader)
                     if cutlass.const_expr(part == 0):
                         # The block before has left the tail of S.
@@ -101,7 +101,7 @@ class PairMmaRole:
                     self.dkey(use, leader)
                     if more:
                         self.dprobability(use + 1, leader)
-            self.dquery(steps - 1, leader)
+            self.dquery(steps - 1, leader, last=True)
             if leader:
                 ptx.mma_commit(edges.grad.full(0), CTAS)
 
@@ -157,8 +157,8 @@ class PairMmaRole:
             ptx.mma_commit(c.edges.qt.empty(0), CTAS)
 
     @cute.jit
-    def dquery(self, i, leader):
-        """dQ(i) = dS(i)^T K over the keys of both CTAs."""
+    def dquery(self, i, leader, *, last: cutlass.Constexpr):
+        """dQ(i) = dS(i)^T K over the keys of both CTAs; after the last one, nobody waits to write dS."""
         c = self.c
         c.edges.exchange.wait_full(0, i)
         ds = self.tile(c.shared.dscore, i)
@@ -168,7 +168,8 @@ class PairMmaRole:
             dq = tmem.dquery(self.shape)
             self.shared_product(dq, ds, k, steps, mn_major, self.columns_step, self.dqueries, high_b=self.high_columns)
             ptx.mma_commit(c.edges.dq.full(0), CTAS)
-            ptx.mma_commit(c.edges.ds.empty(0), CTAS)
+            if cutlass.const_expr(not last):
+                ptx.mma_commit(c.edges.ds.empty(0), CTAS)
 
     def tile(self, offset: int, i, leading_bytes: int = 16) -> Int32:
         """Low word of the descriptor of a tile; ``leading_bytes`` where several boxes of columns run along N.
