@@ -2,6 +2,7 @@
 
 import pytest
 
+from jax_fa4.kernels.sm90.backward import plan as sm90_plan
 from jax_fa4.kernels.spec import splits_backward
 from tests.compiled import require_kernels
 from tests.emulator.attention import ForwardCase
@@ -63,6 +64,27 @@ def test_backward(case, deterministic):
     given = inputs(case)
     for seed in (0, 1, 2):
         assert_right(case, given, run_backward(case, given, Options(seed=seed), deterministic))
+
+
+PERSISTENT = [
+    ForwardCase(150, 300, 64, heads=2, mask="causal"),
+    ForwardCase(64, 260, 64, heads=4, kv_heads=2, mask="window", left=40, right=10, query_offset=100),
+    ForwardCase(100, 130, 40, batch=4, mask="causal", lengths=(*LENGTHS, (100, 130, 30)), dtype="float16"),
+]
+
+
+@pytest.mark.parametrize("case", PERSISTENT, ids=lambda case: case.name)
+def test_persistent_ctas(case, monkeypatch):
+    """However many CTAs share the tiles (some of them without a step), the bits are the same."""
+    given = inputs(case)
+    results = []
+    for ctas in (1, 2, 132):
+        monkeypatch.setattr(sm90_plan, "PERSISTENT_CTAS", ctas)
+        results.append(run_backward(case, given, Options(seed=ctas)))
+        assert_right(case, given, results[-1])
+    for result in results[1:]:
+        for a, b in zip(results[0].gradients, result.gradients, strict=True):
+            assert a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("case", SM90_BACKWARD_CLEAN, ids=lambda case: case.name)

@@ -13,6 +13,7 @@ from jax_fa4.kernels.plans import backward_plan, backward_scratch, backward_spec
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.sm90.backward.config import MainConfig
 from jax_fa4.kernels.sm90.backward.plan import (
+    PERSISTENT_CTAS,
     POSTPROCESS_THREADS,
     PREPROCESS_THREADS,
     BackwardBuffers,
@@ -37,10 +38,11 @@ def make_artefacts(specs) -> list[Artefact]:
     for spec in specs:
         varlen = int(spec.varlen)
         counters = int(counts_turns(spec) if spec.kind == "backward_preprocess" else spec.deterministic)
+        tickets = int(spec.kind == "backward_main" and MainConfig.of(spec).persistent)
         sizes, threads = {
             "backward_preprocess": ([8] * (6 + counters + varlen) + [4] * 3, PREPROCESS_THREADS),
             "backward_main": (
-                [128, 16] * 6 + [8] * (3 + counters + varlen) + [4] * (8 if spec.mask == "window" else 6),
+                [128, 16] * 6 + [8] * (3 + tickets + counters + varlen) + [4] * (8 if spec.mask == "window" else 6),
                 MainConfig.threads,
             ),
             "backward_key_value": (
@@ -94,6 +96,19 @@ def test_teams_divide_the_pairs():
     assert [team_size(32, wanted) for wanted in (0, 3, 12, 40)] == [1, 2, 8, 32]
     assert team_size(7, 3) == 3  # a prime number of pairs has no useful divisor
     assert team_size(16, 1, least=2) == 2
+
+
+def test_persistent_ctas_draw_from_a_counter():
+    """Head dims up to 64: at most one CTA a multiprocessor, and a counter that starts at zero in every call."""
+    problem = make_problem(batch=4, heads=16, kv_heads=16, head_dim=64, head_dim_v=64, seqlen_k=2000)
+    specs = backward_specs("sm_90a", problem)
+    clear, _, main, _ = backward_plan(make_artefacts(specs), problem).steps
+    *_, (name, (shape, dtype)) = backward_scratch(specs, problem).items()
+    assert (name, shape, dtype) == ("counter", (1,), "int32")
+    assert clear == Fill(7 + 3 + len(backward_scratch(specs, problem)) - 1, 4)
+    assert main.grid == (PERSISTENT_CTAS, 1, 1)
+    few = replace(problem, batch=1, heads=1, kv_heads=1)
+    assert backward_plan(make_artefacts(specs), few).steps[2].grid == (16, 1, 1)
 
 
 def test_scratch_is_padded_once_and_documented():
@@ -155,7 +170,7 @@ def test_foreign_artefacts_are_refused():
 def test_shared_memory_fits(dims):
     problem = make_problem(head_dim=dims[0], head_dim_v=dims[1])
     for step in plan_of(problem).steps:
-        assert step.shared_bytes <= SHARED_LIMIT
+        assert isinstance(step, Fill) or step.shared_bytes <= SHARED_LIMIT
 
 
 def test_dq_block_covers_each_element_once():

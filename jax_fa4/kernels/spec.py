@@ -252,7 +252,10 @@ def _sm90_backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     """
     if splits_backward(head_dim, head_dim_v):
         raise UnsupportedSpecError(f"head_dim is {head_dim}, head_dim_v is {head_dim_v}; up to 128 in one kernel")
-    return Tile(m=128 if max(head_dim, head_dim_v) <= 64 else 64, n=128, stages=2, options=(("pingpong", 1),))
+    # Persistent CTAs gain 1 to 13 % at 64 columns, and lose up to 4 % above (docs/measurements/2026-11-30-*).
+    persistent = max(head_dim, head_dim_v) <= 64
+    options = (("persistent", 1), ("pingpong", 1)) if persistent else (("pingpong", 1),)
+    return Tile(m=128 if persistent else 64, n=128, stages=2, options=options)
 
 
 def _sm90_preprocess_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:

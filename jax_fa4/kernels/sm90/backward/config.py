@@ -29,6 +29,7 @@ class Warp(enum.IntEnum):
 
     LOAD = 0
     DQ_WRITER = 1  # two: one per dQ chunk
+    STORE = 3
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class MainConfig:
     varlen: bool
     deterministic: bool
     ping_pong: bool
+    persistent: bool
 
     consumers = 2
     stages = 2
@@ -63,6 +65,7 @@ class MainConfig:
             varlen=spec.varlen,
             deterministic=spec.deterministic,
             ping_pong=bool(spec.tile.option("pingpong")),
+            persistent=bool(spec.tile.option("persistent")),
         )
 
     @property

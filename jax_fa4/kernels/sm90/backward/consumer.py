@@ -19,9 +19,10 @@ from jax_fa4.kernels.sm90.backward import wgmma
 from jax_fa4.kernels.sm90.backward.config import MainConfig, NamedBarrier
 from jax_fa4.kernels.sm90.backward.dq_writer import THREADS as DQ_THREADS
 from jax_fa4.kernels.sm90.backward.elementwise import probabilities, row_statistics, score_gradients
-from jax_fa4.kernels.sm90.backward.epilogue import store_gradients
+from jax_fa4.kernels.sm90.backward.epilogue import stage_gradients, store_in_place
 from jax_fa4.kernels.sm90.backward.ptx import arrive_once_per_warp
 from jax_fa4.kernels.sm90.backward.scratch import WARPGROUP
+from jax_fa4.kernels.sm90.backward.tile_queue import Before
 
 
 class Products:
@@ -66,12 +67,14 @@ def step_products(
     store_dscore: Any,
     step: Int32,
     m: Int32,
+    first: Int32,
     row: Int32,
     group: Int32,
     scale_log2: Float32,
     last: cutlass.Constexpr[bool],
 ) -> None:
-    """One step. On entry S of the step is complete in ``p.score_acc``; unless ``last``, that of the next is on exit.
+    """One step; ``step`` counts those of all tiles, the tile's own begin with ``first``. On entry S of the step is
+    complete in ``p.score_acc``; unless ``last``, that of the next is on exit.
 
     dQ is one step behind, so that no warpgroup waits for the other's dS of the same step.
     """
@@ -102,7 +105,7 @@ def step_products(
     warpgroup.wait_group(0 if last else 1)
     arrive_once_per_warp(shared.query_empty + stage)
     arrive_once_per_warp(shared.dout_empty + stage)
-    if step > 0:
+    if step > first:
         wait_dscore(c, shared, step - 1)
         issue_dquery(c, p, step - 1)
         give_turn(c, group, last)
@@ -182,12 +185,29 @@ def hand_over_dquery(c: MainConfig, shared: Any, p: Products, step: Int32, group
     cute.arch.barrier_arrive(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=DQ_THREADS)
 
 
+class Consumer:
+    """One consumer warpgroup: its place among the two, and its products."""
+
+    def __init__(self, c: MainConfig, shared: Any) -> None:
+        self.thread = cute.arch.thread_idx()[0] - WARPGROUP
+        self.group = cute.arch.make_warp_uniform(self.thread // WARPGROUP)
+        self.products = Products(c, shared, self.group)
+
+
 @cute.jit
-def consume(c: MainConfig, work: Any, shared: Any, dkey: Any, dvalue: Any, scale: Float32, scale_log2: Float32) -> None:
-    """Runs in both consumer warpgroups."""
-    thread = cute.arch.thread_idx()[0] - WARPGROUP
-    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-    p = Products(c, shared, group)
+def consume(
+    c: MainConfig,
+    work: Any,
+    shared: Any,
+    consumer: Consumer,
+    dkey: Any,
+    dvalue: Any,
+    scale: Float32,
+    scale_log2: Float32,
+    before: Before,
+) -> None:
+    """One tile, in both consumer warpgroups."""
+    p, thread, group = consumer.products, consumer.thread, consumer.group
     p.dkey_acc.fill(0.0)
     p.dvalue_acc.fill(0.0)
     row = work.key_block * c.tile_n + (thread // 32) * 16 + (thread % 32) // 4
@@ -200,19 +220,49 @@ def consume(c: MainConfig, work: Any, shared: Any, dkey: Any, dvalue: Any, scale
         fragment = cute.make_tensor(operand.iterator, p.score_acc.layout)
         cute.copy(atom, to_shared.retile(fragment), dscore_target[None, None, None, buffer])
 
+    if const_expr(c.persistent):
+        # The last tile's dK must have left the memory of dS.
+        cute.arch.mbarrier_wait(shared.staged_empty, (before.tiles & 1) ^ 1)
     if work.steps > 0:
-        cute.arch.mbarrier_wait(shared.key_full, 0)
-        cute.arch.mbarrier_wait(shared.value_full, 0)
-        issue_score(c, shared, p, Int32(0))
+        cute.arch.mbarrier_wait(shared.key_full, before.loaded & 1)
+        if const_expr(not c.persistent):
+            cute.arch.mbarrier_wait(shared.value_full, 0)
+        issue_score(c, shared, p, before.steps)
+        if const_expr(c.persistent):
+            cute.arch.mbarrier_wait(shared.value_full, before.loaded & 1)
         warpgroup.wait_group(0)
-        one = partial(step_products, c, work, shared, p, store_dscore, row=row, group=group, scale_log2=scale_log2)
+        one = partial(
+            step_products,
+            c,
+            work,
+            shared,
+            p,
+            store_dscore,
+            first=before.steps,
+            row=row,
+            group=group,
+            scale_log2=scale_log2,
+        )
         if const_expr(c.ping_pong):  # noqa: SIM102 - a compile-time condition must stand alone
             if group == 1:
                 cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN, number_of_threads=c.consumers * WARPGROUP)
         m = work.start_block
-        for step in cutlass.range(work.steps - 1, unroll=1):
-            one(step, m, last=False)
+        for i in cutlass.range(work.steps - 1, unroll=1):
+            one(before.steps + i, m, last=False)
             _, m = work.next_block(Int32(0), m)
-        one(work.steps - 1, m, last=True)
+        one(before.steps + work.steps - 1, m, last=True)
+        if const_expr(c.persistent):
+            arrive_once_per_warp(shared.key_empty)
+    if const_expr(c.persistent):
+        stage_gradients(c, shared, p, thread, scale)
+    else:
+        store_in_place(c, work, shared, p, thread, dkey, dvalue, scale)
 
-    store_gradients(c, work, shared, p, thread, dkey, dvalue, scale)
+
+@cute.jit
+def drain(c: MainConfig, group: Int32, steps: Int32) -> None:
+    """After the last tile: meets the dQ writer's arrivals that no step has waited for."""
+    for buffer in cutlass.range_constexpr(c.dq_buffers):
+        if steps > buffer:
+            slot = group * c.dq_buffers + buffer
+            cute.arch.barrier(barrier_id=NamedBarrier.DQ_EMPTY + slot, number_of_threads=DQ_THREADS)

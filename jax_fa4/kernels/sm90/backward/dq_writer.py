@@ -7,6 +7,7 @@ the bulk operation is complete, not when its shared memory has been read.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -16,20 +17,27 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa4.kernels.sm90.backward.config import MainConfig, NamedBarrier
 from jax_fa4.kernels.sm90.backward.ptx import bulk_add_f32, bulk_store, pass_turn, wait_for_turn
 from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS, WARPGROUP
+from jax_fa4.kernels.sm90.backward.tile_queue import Before
 
 THREADS = WARPGROUP + 32
 
 
 @cute.jit
 def write_dq(
-    c: MainConfig, work: Any, shared: Any, chunk: Int32, dq_accum: cute.Pointer, turn: cute.Pointer | None
+    c: MainConfig,
+    work: Any,
+    shared: Any,
+    chunk: Int32,
+    dq_accum: cute.Pointer,
+    turn: cute.Pointer | None,
+    before: Before,
 ) -> None:
-    """Runs in one warp per chunk; all bulk operations are lane 0's, because bulk groups belong to a thread."""
+    """One tile, in one warp per chunk; all bulk operations are lane 0's, because bulk groups belong to a thread."""
     lane = cute.arch.lane_idx()
     size = c.dq_block.chunk_elements * 4
     head, m = work.first_head, work.start_block
-    for step in cutlass.range(work.steps, unroll=1):
-        buffer = step % c.dq_buffers
+    for i in cutlass.range(work.steps, unroll=1):
+        buffer = (before.steps + i) % c.dq_buffers
         slot = chunk * c.dq_buffers + buffer
         cute.arch.barrier(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=THREADS)
         if lane == 0:
@@ -53,6 +61,10 @@ def write_dq(
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        if step + c.dq_buffers < work.steps:
-            cute.arch.barrier_arrive(barrier_id=NamedBarrier.DQ_EMPTY + slot, number_of_threads=THREADS)
+        empty = partial(cute.arch.barrier_arrive, barrier_id=NamedBarrier.DQ_EMPTY + slot, number_of_threads=THREADS)
+        if const_expr(c.persistent):
+            empty()
+        else:  # nobody waits for the last buffers
+            if i + c.dq_buffers < work.steps:
+                empty()
         head, m = work.next_block(head, m)

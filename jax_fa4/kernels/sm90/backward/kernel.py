@@ -1,26 +1,43 @@
-"""Main kernel of the Hopper backward: dK and dV of one key block per CTA, dQ added to float32 scratch.
+"""Main kernel of the Hopper backward: dK and dV of key blocks, dQ added to float32 scratch.
 
-One CTA owns ``tile_n`` keys of one key head and walks over every query block that sees them, for each query head of the
-group in turn, so that dK and dV are reduced in registers in a fixed order. Warps 0 to 3: one loads (``producer``), two
-write dQ (``dq_writer``); warps 4 to 11 are two consumer warpgroups, 64 keys each (``consumer``, ``epilogue``).
+A tile is ``tile_n`` keys of one key head: a CTA walks over every query block that sees them, for each query head of
+the group in turn, so that dK and dV are reduced in registers in a fixed order. It does one tile, or, where the tile
+option ``persistent`` is set, one after another from a queue (``tile_queue``). Warps 0 to 3: one loads (``producer``),
+two write dQ (``dq_writer``), one stores dK and dV of persistent CTAs (``epilogue``); warps 4 to 11 are two consumer
+warpgroups, 64 keys each (``consumer``). Edges between them, all mbarriers but the last two; (p): persistent CTAs only:
+
+    edge                   producer -> consumer     arrivals          phase counts
+    tile full, empty (p)   load -> all others       1, 11 warps       tiles (two slots)
+    key full, empty (p)    load -> consumers        1 + tx, 8 warps   tiles with steps
+    value full             load -> consumers        1 + tx            tiles with steps
+    query, dout            load -> consumers        1 + tx, 8 warps   steps (two stages)
+    dscore                 consumers -> consumers   8, 8 warps        steps (two stages)
+    staged full (p)        consumers -> store       8 warps           tiles
+    staged empty (p)       store -> consumers, load 1 warp            tiles (dK left dS's memory, dV left V's)
+    DQ_FULL, DQ_EMPTY      consumers <-> dQ writer  named, 160        steps
+    TURN, EPILOGUE         consumers <-> consumers  named, 256        steps, tiles
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from jax_fa4.kernels.sm90.backward import tile_queue
 from jax_fa4.kernels.sm90.backward.config import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     MainConfig,
     Warp,
 )
-from jax_fa4.kernels.sm90.backward.consumer import consume
+from jax_fa4.kernels.sm90.backward.consumer import Consumer, consume, drain
 from jax_fa4.kernels.sm90.backward.dq_writer import write_dq
+from jax_fa4.kernels.sm90.backward.epilogue import store_gradients
 from jax_fa4.kernels.sm90.backward.producer import load
 from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS
 from jax_fa4.kernels.sm90.backward.shared import allocate, shared_layouts
@@ -90,23 +107,61 @@ class BackwardMain:
                 for stage in cutlass.range_constexpr(c.dscore_stages):
                     cute.arch.mbarrier_init(shared.dscore_full + stage, c.consumers * 4)
                     cute.arch.mbarrier_init(shared.dscore_empty + stage, c.consumers * 4)
+                if const_expr(c.persistent):
+                    cute.arch.mbarrier_init(shared.key_empty, c.consumers * 4)
+                    cute.arch.mbarrier_init(shared.staged_full, c.consumers * 4)
+                    cute.arch.mbarrier_init(shared.staged_empty, 1)
+                    for slot in cutlass.range_constexpr(tile_queue.SLOTS):
+                        cute.arch.mbarrier_init(shared.tile_full + slot, 1)
+                        cute.arch.mbarrier_init(shared.tile_empty + slot, tile_queue.READERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        work = key_block_work(c, query.tensor.shape[0], key.tensor, values)
+        def decode(number: Int32) -> Any:
+            return key_block_work(c, number, query.tensor.shape[0], key.tensor, values)
+
+        if const_expr(c.persistent):
+            total = cute.ceil_div(key.tensor.shape[0], c.tile_n) * values.pairs
+            each_tile = partial(tile_queue.each_tile, total, decode)
+        else:
+            each_tile = partial(tile_queue.only_tile, decode(cute.arch.block_idx()[0]))
+        read = partial(tile_queue.read, shared)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == Warp.LOAD:
-                load(c, work, shared, query, key, value, dout, values)
+
+                def load_tile(work: Any, before: tile_queue.Before) -> None:
+                    load(c, work, shared, query, key, value, dout, values, before)
+
+                each_tile(partial(tile_queue.draw, shared, values.counter), load_tile)
             elif warp < Warp.DQ_WRITER + DQ_CHUNKS:
-                write_dq(c, work, shared, warp - Warp.DQ_WRITER, values.dq_accum, values.turn)
+
+                def write_tile(work: Any, before: tile_queue.Before) -> None:
+                    write_dq(c, work, shared, warp - Warp.DQ_WRITER, values.dq_accum, values.turn, before)
+
+                each_tile(read, write_tile)
+            elif const_expr(c.persistent):
+
+                def store_tile(work: Any, before: tile_queue.Before) -> None:
+                    store_gradients(c, work, shared, dkey, dvalue, before)
+
+                each_tile(read, store_tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consume(c, work, shared, dkey, dvalue, values.scale, values.scale_log2)
+            consumer = Consumer(c, shared)
+
+            def consume_tile(work: Any, before: tile_queue.Before) -> None:
+                consume(c, work, shared, consumer, dkey, dvalue, values.scale, values.scale_log2, before)
+
+            steps = each_tile(read, consume_tile)
+            if const_expr(c.persistent):
+                drain(c, consumer.group, steps)
 
 
 def build(spec: KernelSpec) -> tuple[Any, tuple[Any, ...]]:
     """Host function and fake arguments of the kernel for ``spec``."""
     config = MainConfig.of(spec)
-    arguments = arguments_to_compile_for(config, 6, accumulates=True, counts_turns=config.deterministic)
+    arguments = arguments_to_compile_for(
+        config, 6, accumulates=True, draws_tiles=config.persistent, counts_turns=config.deterministic
+    )
     return BackwardMain(config), arguments

@@ -22,6 +22,9 @@ TEAM_BYTES = {"none": 24 << 20, "causal": 32 << 20, "window": 24 << 20}
 """Q, dO and float32 dQ of the heads that are worked on at the same time, by mask: about half of the L2. Fewer heads
 would make CTAs of one head wait for each other more, more heads would miss in the L2 (measured on an H200)."""
 
+PERSISTENT_CTAS = 132
+"""CTAs of a persistent main kernel, one for each multiprocessor of an H100 or H200 (fewer or more are right too)."""
+
 LEAST_TEAM = 2
 """Heads that are worked on at the same time however long they are: the first CTAs of a head start behind each other."""
 
@@ -36,7 +39,7 @@ POSTPROCESS_PITCH_PADDING = 8
 
 @dataclass(frozen=True)
 class BackwardBuffers:
-    """Buffer indices; ``batch_info`` and ``turn`` are None where the call has none."""
+    """Buffer indices; ``batch_info``, ``turn`` and ``counter`` are None where the call has none."""
 
     query: int
     key: int
@@ -53,9 +56,10 @@ class BackwardBuffers:
     delta: int
     dq_accum: int
     turn: int | None
+    counter: int | None
 
     @classmethod
-    def of(cls, varlen: bool, deterministic: bool) -> BackwardBuffers:
+    def of(cls, varlen: bool, deterministic: bool, counter: bool = False) -> BackwardBuffers:
         result = 8 if varlen else 7
         return cls(
             query=0,
@@ -73,6 +77,7 @@ class BackwardBuffers:
             delta=result + 4,
             dq_accum=result + 5,
             turn=result + 6 if deterministic else None,
+            counter=result + 6 + deterministic if counter else None,
         )
 
 
@@ -91,7 +96,8 @@ def scratch_shapes(specs: Sequence[KernelSpec], problem: ForwardProblem) -> dict
 
     Per query row and head: ``8 + 4 * head_dim`` bytes (head_dim rounded up to 64), plus 8 bytes per block of rows.
     """
-    return scratch_of(_sizes(specs[1], problem), specs[1].deterministic)
+    shapes = scratch_of(_sizes(specs[1], problem), specs[1].deterministic)
+    return {**shapes, "counter": ((1,), "int32")} if MainConfig.of(specs[1]).persistent else shapes
 
 
 def scratch_of(sizes: ScratchSizes, deterministic: bool) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -113,10 +119,10 @@ def backward_steps(specs: Sequence[KernelSpec], problem: ForwardProblem) -> tupl
     """
     main = specs[1]
     config = MainConfig.of(main)
-    buffers = BackwardBuffers.of(main.varlen, main.deterministic)
+    buffers = BackwardBuffers.of(main.varlen, main.deterministic, config.persistent)
     if is_empty(problem):
         return clear_gradients(problem, buffers.dquery, buffers.dkey, buffers.dvalue)
-    steps: list[Kernel | Fill] = []
+    steps: list[Kernel | Fill] = [] if buffers.counter is None else [Fill(buffers.counter, 4)]
     if not main.deterministic:
         steps.append(Fill(buffers.dq_accum, _sizes(main, problem).dq_accum * 4))
     steps += [
@@ -211,6 +217,7 @@ def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Ke
     pair_bytes = (
         problem.group * problem.seqlen_q * ((config.head_dim + config.head_dim_v) * ELEMENT + config.head_dim * 4)
     )
+    tiles = -(-problem.seqlen_k // config.tile_n) * pairs
     pairs_together = team_size(pairs, TEAM_BYTES[config.mask] // pair_bytes, LEAST_TEAM)
     maps = (
         (b.query, problem.seqlen_q, problem.heads, problem.head_dim, config.tile_m),
@@ -223,7 +230,7 @@ def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Ke
     parameters: list[Parameter] = []
     for buffer, rows, heads, width, box_rows in maps:
         parameters += tile_map(problem, buffer, rows, heads, width, box_rows)
-    parameters += pointers(b.lse2, b.delta, b.dq_accum, b.turn, b.batch_info)
+    parameters += pointers(b.lse2, b.delta, b.dq_accum, b.counter, b.turn, b.batch_info)
     parameters += integers(problem.query_offset)
     if config.mask == "window":
         parameters += integers(problem.left, problem.right)
@@ -231,7 +238,7 @@ def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Ke
     parameters += integers(problem.group, pairs, pairs_together)
     return Kernel(
         artefact=1,
-        grid=(-(-problem.seqlen_k // config.tile_n) * pairs, 1, 1),
+        grid=(min(tiles, PERSISTENT_CTAS) if config.persistent else tiles, 1, 1),
         block=(config.threads, 1, 1),
         cluster=(1, 1, 1),
         shared_bytes=config.shared_bytes,

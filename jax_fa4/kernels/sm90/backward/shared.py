@@ -8,16 +8,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from jax_fa4.kernels.sm90.backward import wgmma
 from jax_fa4.kernels.sm90.backward.config import MainConfig
 from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS
+from jax_fa4.kernels.sm90.backward.tile_queue import SLOTS
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Tensors and mbarriers in shared memory; barriers with a stage index are pointers to the first stage's."""
+    """Tensors and mbarriers in shared memory; barriers with a stage index are pointers to the first stage's. Those from
+    ``key_empty`` on, and ``ticket``, are for persistent CTAs."""
 
     query: cute.Tensor
     dout: cute.Tensor
@@ -27,6 +29,8 @@ class Shared:
     lse2: cute.Tensor
     delta: cute.Tensor
     dq: cute.Tensor
+    dkey: cute.Tensor
+    ticket: cute.Tensor
     key_full: cute.Pointer
     value_full: cute.Pointer
     query_full: cute.Pointer
@@ -35,6 +39,11 @@ class Shared:
     dout_empty: cute.Pointer
     dscore_full: cute.Pointer
     dscore_empty: cute.Pointer
+    key_empty: cute.Pointer
+    staged_full: cute.Pointer
+    staged_empty: cute.Pointer
+    tile_full: cute.Pointer
+    tile_empty: cute.Pointer
 
 
 def shared_layouts(c: MainConfig) -> dict[str, Any]:
@@ -64,7 +73,8 @@ def storage_type(c: MainConfig) -> Any:
         dq: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_block.elements * c.dq_buffers], 1024]
         lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.stages], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.stages], 128]
-        barriers: cute.struct.MemRange[Int64, 2 + 4 * c.stages + 2 * c.dscore_stages]
+        barriers: cute.struct.MemRange[Int64, 5 + 2 * SLOTS + 4 * c.stages + 2 * c.dscore_stages]
+        ticket: cute.struct.MemRange[Int32, SLOTS]
 
     storage: Any = Storage
     if storage.size_in_bytes() > c.shared_bytes:
@@ -81,6 +91,8 @@ def allocate(c: MainConfig) -> Shared:
         return getattr(storage, name).get_tensor(layouts[name].outer, swizzle=layouts[name].inner)
 
     barriers = storage.barriers.data_ptr()
+    dscore = barriers + 2 + 4 * c.stages
+    persistent = dscore + 2 * c.dscore_stages
     rows = cute.make_layout((c.tile_m, c.stages))
     chunks = cute.make_layout((c.dq_block.chunk_elements, DQ_CHUNKS, c.dq_buffers))
     return Shared(
@@ -88,12 +100,20 @@ def allocate(c: MainConfig) -> Shared:
         lse2=storage.lse2.get_tensor(rows),
         delta=storage.delta.get_tensor(rows),
         dq=storage.dq.get_tensor(chunks),
+        # dK leaves through the memory of dS, dV through that of V.
+        dkey=storage.dscore.get_tensor(layouts["key"].outer, swizzle=layouts["key"].inner),
+        ticket=storage.ticket.get_tensor(cute.make_layout(SLOTS)),
         key_full=barriers,
         value_full=barriers + 1,
         query_full=barriers + 2,
         query_empty=barriers + 2 + c.stages,
         dout_full=barriers + 2 + 2 * c.stages,
         dout_empty=barriers + 2 + 3 * c.stages,
-        dscore_full=barriers + 2 + 4 * c.stages,
-        dscore_empty=barriers + 2 + 4 * c.stages + c.dscore_stages,
+        dscore_full=dscore,
+        dscore_empty=dscore + c.dscore_stages,
+        key_empty=persistent,
+        staged_full=persistent + 1,
+        staged_empty=persistent + 2,
+        tile_full=persistent + 3,
+        tile_empty=persistent + 3 + SLOTS,
     )

@@ -20,7 +20,8 @@ class TmaTensor(NamedTuple):
 class Values(NamedTuple):
     """What follows the tensors of a launch; a member that is None is no parameter of the kernel.
 
-    ``lse2``, ``delta``: float32 row statistics. ``dq_accum``, ``turn``: the dQ scratch and its counters.
+    ``lse2``, ``delta``: float32 row statistics. ``dq_accum``, ``turn``: the dQ scratch and its counters. ``counter``:
+    tiles drawn by persistent CTAs.
     ``batch_info``: int32 (batch, 4). ``left``, ``right``: bounds of a window. ``group``: query heads of a key head.
     ``pairs``: number of (batch, head) pairs, of which ``pairs_together`` run side by side.
     """
@@ -28,6 +29,7 @@ class Values(NamedTuple):
     lse2: cute.Pointer
     delta: cute.Pointer
     dq_accum: cute.Pointer | None
+    counter: cute.Pointer | None
     turn: cute.Pointer | None
     batch_info: cute.Pointer | None
     query_offset: Int32
@@ -49,7 +51,13 @@ class Values(NamedTuple):
 
 
 def arguments_to_compile_for(
-    config: Any, tensors: int, *, accumulates: bool = False, counts_turns: bool = False, statistics_align: int = 16
+    config: Any,
+    tensors: int,
+    *,
+    accumulates: bool = False,
+    draws_tiles: bool = False,
+    counts_turns: bool = False,
+    statistics_align: int = 16,
 ) -> tuple[Any, ...]:
     """Fake arguments of a host function that takes ``tensors`` (batch, rows, heads, head dim) and :class:`Values`."""
     sym = cute.SymInt
@@ -67,6 +75,7 @@ def arguments_to_compile_for(
         lse2=pointer(Float32, statistics_align),
         delta=pointer(Float32, statistics_align),
         dq_accum=pointer(Float32, 16) if accumulates else None,
+        counter=pointer(Int32, 4) if draws_tiles else None,
         turn=pointer(Int32, 4) if counts_turns else None,
         batch_info=pointer(Int32, 16) if config.varlen else None,
         query_offset=Int32(0),

@@ -50,8 +50,8 @@ class Work:
         return head + Int32(last), choose(last, self.start_block, m - 1)
 
 
-def key_block_work(c: Any, rows_q: Int32, key: cute.Tensor, values: Values) -> Work:
-    """Decodes the block index.
+def key_block_work(c: Any, index: Int32, rows_q: Int32, key: cute.Tensor, values: Values) -> Work:
+    """Decodes the number of a tile (key block of one key head).
 
     (batch, key head) pairs go in teams of ``pairs_together``. In a team the key block is the slow index, ascending:
     CTAs that run at the same time mostly work on different heads, and a dQ block takes its key blocks in the order
@@ -63,7 +63,6 @@ def key_block_work(c: Any, rows_q: Int32, key: cute.Tensor, values: Values) -> W
     pairs_together = values.pairs_together
     rows_k = key.shape[0]
     key_blocks = cute.ceil_div(rows_k, c.tile_n)
-    index, _, _ = cute.arch.block_idx()
     team = index // (pairs_together * key_blocks)
     rest = index - team * pairs_together * key_blocks
     team_size = cutlass.min(pairs_together, values.pairs - team * pairs_together)

@@ -83,7 +83,7 @@ class KeyValueGradients:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        work = key_block_work(c, query.tensor.shape[0], key.tensor, values)
+        work = key_block_work(c, cute.arch.block_idx()[0], query.tensor.shape[0], key.tensor, values)
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
