@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
+from jax_fa4.kernels.sm90.backward.config import MainConfig
 from jax_fa4.kernels.sm90.backward.ptx import arrive_once_per_warp
+from jax_fa4.kernels.sm90.backward.scratch import DQ_CHUNKS
 
 SLOTS = 2
 
-READERS = 11
-"""Warps that read a slot: eight of the consumers, two dQ writers, the store warp."""
+READERS = MainConfig.consumers * 4 + DQ_CHUNKS + 1
+"""Warps that read a slot: those of the consumers, the dQ writers, the store warp."""
 
 
 class Before(NamedTuple):
