@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -192,3 +194,51 @@ def test_vmap_of_split_operands(kind: AxisType, split: str, mapped: tuple) -> No
     assert set(COLLECTIVE.findall(compiled.as_text())) <= {"all-reduce"}
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=5e-5)
+
+
+CACHED = """
+import sys, jax, numpy as np, jax_fa4
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+x = jax.device_put(np.load(sys.argv[2]), NamedSharding(mesh, PartitionSpec("data")))
+attend = lambda x: jax_fa4.attention(x, x, x, is_causal=sys.argv[4] == "causal", implementation="blockwise")
+np.save(sys.argv[3], jax.jit(attend)(x))
+"""
+
+
+def test_jax_persistent_cache_serves_other_processes_and_keeps_masks_apart(tmp_path) -> None:
+    """The call to be partitioned is named by what it computes, once its pointer is left out of the cache's keys."""
+    cache, given, result = (tmp_path / name for name in ("cache", "given.npy", "result.npy"))
+    x = np.random.default_rng(0).standard_normal((2, 32, 2, 16)).astype(np.float32)
+    np.save(given, x)
+    programs = []
+    for mask in ("causal", "causal", "none"):
+        subprocess.run([sys.executable, "-c", CACHED, *map(str, (cache, given, result)), mask], check=True, timeout=300)
+        programs.append({path.name for path in cache.iterdir() if not path.name.endswith("-atime")})
+        want = jax_fa4.attention(x, x, x, is_causal=mask == "causal", implementation="xla")
+        np.testing.assert_allclose(np.load(result), want, atol=1e-5)
+    assert programs[0] == programs[1]
+    assert len(programs[2]) > len(programs[1])
+
+
+def test_a_kernel_call_is_named_alike_in_every_lowering_and_unlike_others() -> None:
+    """For the kernels on Auto axes, whose plans only a GPU's program contains."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((2, 32, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+
+    def names(**static) -> set[str]:
+        def attend(x):
+            return jax_fa4.attention(x, x, x, implementation="fa4:sm_90a", **static)
+
+        text = jax.jit(attend).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        return set(re.findall(r'jax_fa4 = "(\w+)"', text))
+
+    causal = names(is_causal=True)
+    assert len(causal) == 1
+    assert causal == names(is_causal=True)
+    others = [names(), names(is_causal=True, scale=0.5), names(local_window_size=8), names(local_window_size=9)]
+    assert len(set().union(causal, *others)) == 5

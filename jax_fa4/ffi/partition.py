@@ -9,13 +9,18 @@ key heads (a gradient): it would be a sum over devices.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -206,7 +211,36 @@ def partitioned(
         return mesh, functools.partial(part, split), shardings(dimensions.results), shardings(dimensions.operands)
 
     rule, factors = sharding_rule(dimensions, operands)
-    # custom_partitioning takes no function with constants; those of a jitted one are its own.
-    function = custom_partitioning(jax.jit(functools.partial(part, Split())))
-    function.def_partition(partition=split_call, sharding_rule=rule, **factors)
+
+    def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        jaxpr = jax.jit(functools.partial(part, Split())).trace(*operands).jaxpr
+        # custom_partitioning takes no function with constants; those of a jitted one are its own.
+        run = jaxpr_as_fun(jaxpr)
+        whole = custom_partitioning(jax.jit(lambda *operands: tuple(run(*operands))))
+        whole.def_partition(partition=split_call, sharding_rule=rule, **factors)
+        with set_xla_metadata(jax_fa4=_digest(jaxpr, dimensions)):
+            return whole(*operands)
+
     return function
+
+
+def _digest(jaxpr: ClosedJaxpr, dimensions: Dimensions) -> str:
+    """Names a call by what it computes, the same in every process.
+
+    In the program, a call to be partitioned is only a pointer into this process. JAX's persistent compilation cache
+    leaves it out of its keys where ``jax_remove_custom_partitioning_ptr_from_cache_key`` is set, and would take calls
+    that differ in their mask alone for one another if nothing else in the program told them apart.
+    """
+    digest = hashlib.sha256(f"{dimensions}\n{re.sub(r' at 0x[0-9a-f]+', '', str(jaxpr))}".encode())
+    for constant in _constants(jaxpr):
+        digest.update(np.asarray(constant).tobytes())
+    return digest.hexdigest()
+
+
+def _constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
+    """Constants of a jaxpr and of those within it, of which its text shows shapes only."""
+    yield from jaxpr.consts
+    for equation in jaxpr.eqns:
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(parameter, ClosedJaxpr):
+                yield from _constants(parameter)
