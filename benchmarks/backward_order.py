@@ -8,7 +8,7 @@ the turn on. The next step's dQ can be read only when that is over, and the one 
 
 CTAs and pairs depend on those of smaller index only, so one pass in index order gives exact times.
 
-    python benchmarks/backward_order.py [--tokens 32768] [--heads 16] [--multiprocessors 148]
+    python benchmarks/backward_order.py [--tokens 32768] [--heads 16] [--group 1] [--multiprocessors 148]
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ EDGE = 4000
 """Cycles before a CTA's first step and after its last one: launch, first loads, gradients out: an assumption."""
 
 
-def makespan(length: int, pairs: int, causal: bool, processors: int, ordered: bool, ctas: int = 1) -> float:
-    """Cycles until the last CTA is done; ``pairs`` (batch, head) pairs of ``length`` queries and keys, ``ctas`` CTAs
-    together on ``ctas`` times the keys."""
+def makespan(
+    length: int, pairs: int, causal: bool, processors: int, ordered: bool, ctas: int = 1, group: int = 1
+) -> float:
+    """Cycles until the last CTA is done; ``pairs`` (batch, key head) pairs of ``length`` queries and keys, ``group``
+    query heads a key head, ``ctas`` CTAs together on ``ctas`` times the keys."""
     keys = KEYS * ctas
     blocks = -(-length // ROWS)
-    together = team_size(pairs, TEAM_BYTES // (length * HEAD_DIM * 8), LEAST_TEAM)
+    together = team_size(pairs, TEAM_BYTES // (group * length * HEAD_DIM * 8), LEAST_TEAM)
     free = [0.0] * (processors // ctas)
-    passed: dict[tuple[int, int], float] = {}
+    passed: dict[tuple[int, int, int], float] = {}
     end = 0.0
     for first in range(0, pairs, together):
         for key_block in range(-(-length // keys)):
@@ -48,12 +50,12 @@ def makespan(length: int, pairs: int, causal: bool, processors: int, ordered: bo
                 computed = heapq.heappop(free) + EDGE
                 added = read = 0.0
                 lowest = key_block * keys // ROWS if causal else 0
-                for block in range(blocks - 1, lowest - 1, -1):
+                for block, member in itertools.product(range(blocks - 1, lowest - 1, -1), range(group)):
                     computed = max(computed, read) + STEP[ctas]
                     read = max(computed, added)
-                    turn = passed.get((pair, block), 0.0) if ordered else 0.0
+                    turn = passed.get((pair, block, member), 0.0) if ordered else 0.0
                     added = max(read, turn) + ADD[ctas]
-                    passed[pair, block] = added
+                    passed[pair, block, member] = added
                 done = max(computed, added) + EDGE
                 end = max(end, done)
                 heapq.heappush(free, done)
@@ -64,16 +66,17 @@ def main() -> None:
     """Prints one line per length, mask and number of CTAs that work together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=32768, help="batch times length")
-    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--heads", type=int, default=16, help="query heads")
+    parser.add_argument("--group", type=int, default=1, help="query heads a key head")
     parser.add_argument("--multiprocessors", type=int, default=148)
     arguments = parser.parse_args()
     print(f"{'T':>6} {'mask':<7} {'CTAs':>4} {'ordered':>12} {'unordered':>12} {'ratio':>6}")
     length = 1024
     while length <= arguments.tokens:
-        pairs = arguments.tokens // length * arguments.heads
+        pairs = arguments.tokens // length * arguments.heads // arguments.group
         for causal, ctas in itertools.product((False, True), (1, 2)):
             given = (length, pairs, causal, arguments.multiprocessors)
-            ordered, unordered = (makespan(*given, ordered, ctas) for ordered in (True, False))
+            ordered, unordered = (makespan(*given, ordered, ctas, arguments.group) for ordered in (True, False))
             mask = "causal" if causal else "dense"
             ratio = ordered / unordered
             print(f"{length:>6} {mask:<7} {ctas:>4} {ordered:>12.0f} {unordered:>12.0f} {ratio:>6.3f}", flush=True)

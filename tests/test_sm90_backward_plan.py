@@ -94,7 +94,8 @@ def test_large_head_dims_take_two_main_kernels():
 
 def test_teams_divide_the_pairs():
     assert [team_size(32, wanted) for wanted in (0, 3, 12, 40)] == [1, 2, 8, 32]
-    assert team_size(7, 3) == 3  # a prime number of pairs has no useful divisor
+    assert team_size(13, 3) == 3  # a prime number of pairs has no useful divisor
+    assert team_size(7, 3) == 7  # three teams: the last one's longest tiles would begin too late
     assert team_size(16, 1, least=2) == 2
 
 

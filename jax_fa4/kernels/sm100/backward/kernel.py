@@ -1,7 +1,7 @@
 """(DSL) The main kernel of the backward: prologue, dispatch of warps to roles, epilogue; and its builder.
 
-One CTA owns 128 keys of one key head and walks over every block of 128 query rows that sees them, for each query head
-of the group in turn. Data flow of the whole::
+One CTA owns 128 keys of one key head and walks over every block of 128 query rows that sees them, each for all query
+heads of the group in turn. Data flow of the whole::
 
     global --load--> K, V, Q, dO, lse2, delta in shared memory
       K, Q  --mma--> S in tensor memory --compute--> P over S                           P, dO --mma--> dV

@@ -35,10 +35,10 @@ from jax_fa4.kernels.spec import KernelSpec
 __all__ = ["backward_steps", "kinds", "scratch_shapes"]
 
 TEAM_BYTES = 60 << 20
-"""Q, dO and float32 dQ of the heads that are worked on at the same time: about half of the L2."""
+"""Q, dO and float32 dQ of the (batch, key head) pairs that are worked on at the same time: about half of the L2."""
 
 LEAST_TEAM = 2
-"""Heads that are worked on at the same time however long they are: the first CTAs of a head start behind each other."""
+"""Pairs that are worked on at the same time however long they are: the first CTAs of a pair start behind each other."""
 
 
 def scratch_shapes(specs: Sequence[KernelSpec], problem: ForwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:

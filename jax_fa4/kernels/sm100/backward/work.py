@@ -45,8 +45,10 @@ class Work(Invariant):
     take the steps of the pair's keys: ``order_block`` counts blocks of those, ``ranges`` is about them, and dQ is added
     in their order. For a single CTA the two are the same.
 
-    The group's heads come one after the other in ascending order; for each, blocks are taken from the last to the
-    first. dK and dV are therefore sums in one fixed order.
+    Blocks are taken from the last to the first, each for all heads of the group in ascending order before the next. dK
+    and dV are therefore sums in one fixed order. Head by head, CTAs that wait for each other's dQ would all be as slow
+    as the one with the most blocks: under a causal mask the next head begins for all of them where it begins for the
+    first key block.
     """
 
     key_block: Int32
@@ -127,8 +129,8 @@ class Work(Invariant):
 
     def next(self, head: Int32, m: Int32) -> tuple[Int32, Int32]:
         """The step after (head, m)."""
-        last = m == self.first_block
-        return head + Int32(last), select_(last, self.end_block - 1, m - 1)
+        last = head + 1 == self.first_head + self.group
+        return select_(last, self.first_head, head + 1), m - Int32(last)
 
 
 def stage_of(step: Int32, stages: int) -> tuple[Int32, Int32]:

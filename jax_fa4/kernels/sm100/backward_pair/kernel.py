@@ -1,7 +1,7 @@
 """(DSL) The main kernel of the backward on pairs of CTAs: prologue, dispatch of warps to roles, epilogue; its builder.
 
-A pair owns 256 keys of one key head, 128 a CTA, and walks over every block of 128 query rows that sees one of them, for
-each query head of the group in turn. Data flow of the whole, in each CTA::
+A pair owns 256 keys of one key head, 128 a CTA, and walks over every block of 128 query rows that sees one of them,
+each for all query heads of the group in turn. Data flow of the whole, in each CTA::
 
     global --load--> own K, V; half of the pair's K by columns; half of Q and dO by rows and by columns; lse2, delta
       K, Q  --mma, of both CTAs' K--> S of its keys in tensor memory --compute--> P over S              P, dO --> dV

@@ -246,10 +246,10 @@ def consume(
         if const_expr(c.ping_pong):  # noqa: SIM102 - a compile-time condition must stand alone
             if group == 1:
                 cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN, number_of_threads=c.consumers * WARPGROUP)
-        m = work.start_block
+        member, m = work.first()
         for i in cutlass.range(work.steps - 1, unroll=1):
             one(before.steps + i, m, last=False)
-            _, m = work.next_block(Int32(0), m)
+            member, m = work.next(member, m)
         one(before.steps + work.steps - 1, m, last=True)
         if const_expr(c.persistent):
             arrive_once_per_warp(shared.key_empty)

@@ -35,13 +35,13 @@ def write_dq(
     """One tile, in one warp per chunk; all bulk operations are lane 0's, because bulk groups belong to a thread."""
     lane = cute.arch.lane_idx()
     size = c.dq_block.chunk_elements * 4
-    head, m = work.first_head, work.start_block
+    member, m = work.first()
     for i in cutlass.range(work.steps, unroll=1):
         buffer = (before.steps + i) % c.dq_buffers
         slot = chunk * c.dq_buffers + buffer
         cute.arch.barrier(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=THREADS)
         if lane == 0:
-            block = work.scratch_block(head, m)
+            block = work.scratch_block(work.first_head + member, m)
             source = shared.dq[None, chunk, buffer].iterator
             target = dq_accum + (Int64(block) * c.dq_block.elements + chunk * c.dq_block.chunk_elements)
             if const_expr(c.deterministic):
@@ -67,4 +67,4 @@ def write_dq(
         else:  # nobody waits for the last buffers
             if i + c.dq_buffers < work.steps:
                 empty()
-        head, m = work.next_block(head, m)
+        member, m = work.next(member, m)

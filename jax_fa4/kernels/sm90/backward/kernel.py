@@ -1,7 +1,7 @@
 """Main kernel of the Hopper backward: dK and dV of key blocks, dQ added to float32 scratch.
 
-A tile is ``tile_n`` keys of one key head: a CTA walks over every query block that sees them, for each query head of
-the group in turn, so that dK and dV are reduced in registers in a fixed order. It does one tile, or, where the tile
+A tile is ``tile_n`` keys of one key head: a CTA walks over every query block that sees them, each for all query heads
+of the group in turn, so that dK and dV are reduced in registers in a fixed order. It does one tile, or, where the tile
 option ``persistent`` is set, one after another from a queue (``tile_queue``). Warps 0 to 3: one loads (``producer``),
 two write dQ (``dq_writer``), one stores dK and dV of persistent CTAs (``epilogue``); warps 4 to 11 are two consumer
 warpgroups, 64 keys each (``consumer``). Edges between them, all mbarriers but the last two; (p): persistent CTAs only:

@@ -19,14 +19,18 @@ ELEMENT = 2
 """Bytes of a bfloat16 or float16 element."""
 
 TEAM_BYTES = {"none": 24 << 20, "causal": 32 << 20, "window": 24 << 20}
-"""Q, dO and float32 dQ of the heads that are worked on at the same time, by mask: about half of the L2. Fewer heads
-would make CTAs of one head wait for each other more, more heads would miss in the L2 (measured on an H200)."""
+"""Q, dO and float32 dQ of the (batch, key head) pairs that are worked on at the same time, by mask: about half of the
+L2. Fewer pairs would make CTAs of one pair wait for each other more, more would miss in the L2 (measured on an
+H200)."""
 
 PERSISTENT_CTAS = 132
 """CTAs of a persistent main kernel, one for each multiprocessor of an H100 or H200 (fewer or more are right too)."""
 
 LEAST_TEAM = 2
-"""Heads that are worked on at the same time however long they are: the first CTAs of a head start behind each other."""
+"""Pairs that are worked on at the same time however long they are: the first CTAs of a pair start behind each other."""
+
+LEAST_TEAMS = 4
+"""Teams, unless there is one only: the longest tiles of a causal mask begin with their team, the last team's late."""
 
 PREPROCESS_THREADS = 128
 PREPROCESS_ROWS = 64
@@ -206,10 +210,12 @@ def tile_map(
 
 def team_size(pairs: int, wanted: int, least: int = 1) -> int:
     """(batch, head) pairs in a team: the largest divisor of ``pairs`` up to ``wanted`` (at least ``least``), since a
-    smaller last team would leave multiprocessors idle; where divisors are rare, ``wanted`` itself."""
+    smaller last team would leave multiprocessors idle; where divisors are rare, ``wanted`` itself. All of them where
+    that would make fewer than :data:`LEAST_TEAMS` teams."""
     wanted = min(pairs, max(least, wanted))
     divisor = max(size for size in range(1, wanted + 1) if pairs % size == 0)
-    return divisor if 2 * divisor > wanted else wanted
+    size = divisor if 2 * divisor > wanted else wanted
+    return size if pairs >= LEAST_TEAMS * size else pairs
 
 
 def _main(config: MainConfig, b: BackwardBuffers, problem: ForwardProblem) -> Kernel:

@@ -46,11 +46,12 @@ def load(
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.value_full, c.tile_n * c.head_dim_v * 2)
         cute.copy(key_tma, key_from[None, work.key_block, 0, work.key_head], key_to, tma_bar_ptr=shared.key_full)
 
-    head, m = work.first_head, work.start_block
+    member, m = work.first()
     for i in cutlass.range(work.steps, unroll=1):
         step = before.steps + i
         stage = step % c.stages
         parity = ((step // c.stages) & 1) ^ 1
+        head = work.first_head + member
         rows = Int64(work.scratch_block(head, m)) * c.tile_m
 
         full = shared.query_full + stage
@@ -77,7 +78,7 @@ def load(
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.dout_bytes + c.row_stat_bytes)
             bulk_load(values.delta + rows, shared.delta[None, stage].iterator, full, c.row_stat_bytes)
         cute.copy(dout_tma, dout_from[None, m, 0, head], dout_to[None, stage], tma_bar_ptr=full)
-        head, m = work.next_block(head, m)
+        member, m = work.next(member, m)
     if const_expr(c.persistent):  # noqa: SIM102 - a compile-time condition must stand alone
         if work.steps == 0:  # no phase may be skipped: a parity tells only one from the next
             cute.arch.mbarrier_wait(shared.staged_empty, (before.tiles & 1) ^ 1)

@@ -15,7 +15,12 @@ from jax_fa4.kernels.sm90.backward.values import Values
 
 @dataclass(frozen=True)
 class Work:
-    """What one CTA does: a key block of one key head, and the query blocks of its group that meet it."""
+    """What one CTA does: a key block of one key head, and the query blocks of its group that meet it.
+
+    Blocks are taken from the last to the first, each for all heads of the group before the next. Head by head, CTAs
+    that wait for each other's dQ would all be as slow as the one with the most blocks: under a causal mask the next
+    head begins for all of them where it begins for the first key block.
+    """
 
     key_block: Int32
     key_head: Int32
@@ -39,15 +44,15 @@ class Work:
         """Index of a query block in the scratch buffers."""
         return (self.batch * self.query_heads + head) * self.row_blocks + m
 
-    @property
-    def start_block(self) -> Int32:
-        """Query block of the first step of every head; steps go down from here."""
-        return self.end_block - 1
+    def first(self) -> tuple[Int32, Int32]:
+        """(query head within the group, query block) of the first step."""
+        return Int32(0), self.end_block - 1
 
-    def next_block(self, head: Int32, m: Int32) -> tuple[Int32, Int32]:
-        """The step after (query head, query block)."""
-        last = m == self.first_block
-        return head + Int32(last), choose(last, self.start_block, m - 1)
+    def next(self, member: Int32, m: Int32) -> tuple[Int32, Int32]:
+        """The step after (query head within the group, query block)."""
+        following = member + 1
+        last = following == self.group
+        return choose(last, Int32(0), following), m - Int32(last)
 
 
 def key_block_work(c: Any, index: Int32, rows_q: Int32, key: cute.Tensor, values: Values) -> Work:

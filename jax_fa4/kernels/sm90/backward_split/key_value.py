@@ -123,9 +123,10 @@ def load(
             value_to,
             tma_bar_ptr=shared.value_ring.full,
         )
-    head, m = work.first_head, work.start_block
+    member, m = work.first()
     for step in cutlass.range(work.steps, unroll=1):
         stage = step % c.stages
+        head = work.first_head + member
         rows = Int64(work.scratch_block(head, m)) * c.tile_m
         full = shared.query_ring.full + stage
         shared.query_ring.wait_empty(step)
@@ -139,7 +140,7 @@ def load(
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.dout_bytes + c.row_stat_bytes)
             bulk_load(values.delta + rows, shared.delta[None, stage].iterator, full, c.row_stat_bytes)
         cute.copy(dout_tma, dout_from[None, m, 0, head], dout_to[None, stage], tma_bar_ptr=full)
-        head, m = work.next_block(head, m)
+        member, m = work.next(member, m)
 
 
 class RoleProducts(Invariant):
@@ -233,10 +234,10 @@ def value_gradient(c: KeyValueConfig, work: Any, shared: Any, dvalue: Any, scale
         shared.query_ring.wait_full(0)
         p.issue_score(Int32(0))
         warpgroup.wait_group(0)
-        m = work.start_block
+        member, m = work.first()
         for step in cutlass.range(work.steps - 1, unroll=1):
             value_step(c, work, shared, p, step, m, row, thread, scale_log2, False)
-            _, m = work.next_block(Int32(0), m)
+            member, m = work.next(member, m)
         value_step(c, work, shared, p, work.steps - 1, m, row, thread, scale_log2, True)
     store_gradient(c, work, p, shared.value, dvalue, c.head_dim_v, thread, 0)
 
