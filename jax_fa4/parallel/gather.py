@@ -24,10 +24,7 @@ MAX_GROUPS = 4
 
 def gather_sequence(x: Array, placement: Placement) -> Array:
     """Local (B, S_local, …) to global (B, S, …) in the order of the sequence."""
-    return _ordered(lax.all_gather(x, placement.axis_name, axis=1, tiled=True), placement)
-
-
-def _ordered(whole: Array, placement: Placement) -> Array:
+    whole = lax.all_gather(x, placement.axis_name, axis=1, tiled=True)
     return layouts.from_layout(whole, placement.devices, layout=placement.layout, axis=1)
 
 
@@ -45,38 +42,48 @@ def all_gather_core(call, config: AttentionConfig, operands: Operands, placement
     last) have the attention of another group to hide under.
     """
     groups = head_groups(operands, placement.devices)
-    queries, keys, values = (jnp.split(x, groups, 2) for x in (operands.query, operands.key, operands.value))
+    queries = jnp.split(operands.query, groups, 2)
     sinks = [None] * groups if operands.sinks is None else jnp.split(operands.sinks, groups)
-    gathered = [_gather_pair(key, value, placement) for key, value in zip(keys, values, strict=True)]
     ids = operands.key_value_segment_ids
     ids = None if ids is None else gather_sequence(ids, placement)
-    outs: list[Array] = []
     lses: list[Array] = []
-    for query, (key, value), sink in zip(queries, gathered, sinks, strict=True):
-        if lses:
-            # XLA would else reorder what arrives as early as it can, and wait before the attention that hides it.
-            key, value, lses[-1] = lax.optimization_barrier((key, value, lses[-1]))
-        whole = operands._replace(
-            query=query,
-            key=_ordered(key, placement),
-            value=_ordered(value, placement),
-            key_value_segment_ids=ids,
-            sinks=sink,
-        )
+
+    def gathered(group: int) -> tuple[Array, Array]:
+        size = operands.key.shape[2] // groups
+        start = group * size
+        if group >= 2:
+            start = start + _zero_after(lses[group - 2])
+        own = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (operands.key, operands.value))
+        return _gather_pair(*own, placement)
+
+    arriving = [gathered(group) for group in range(min(2, groups))]
+    outs: list[Array] = []
+    for group, (query, sink) in enumerate(zip(queries, sinks, strict=True)):
+        key, value = arriving[group]
+        whole = operands._replace(query=query, key=key, value=value, key_value_segment_ids=ids, sinks=sink)
         out, lse = _chunks(call, config, whole, placement)
         outs.append(out)
         lses.append(lse)
+        if group + 2 < groups:
+            arriving.append(gathered(group + 2))
     return jnp.concatenate(outs, 2), jnp.concatenate(lses, 1)
 
 
+def _zero_after(lse: Array) -> Array:
+    """int32 0 that is known only when ``lse`` is.
+
+    XLA takes every call of attention to be short and would start all transfers, one after the other, before the first:
+    what begins with this begins when the attention is done.
+    """
+    return jnp.minimum(jnp.isnan(lse[0, 0, 0]).astype(jnp.int32), 0)
+
+
 def _gather_pair(key: Array, value: Array, placement: Placement) -> tuple[Array, Array]:
-    """Both in the order in which they arrive, in one collective if head dimensions agree: XLA keeps one in flight."""
+    """Both whole, in one collective if head dimensions agree: XLA keeps one in flight."""
     if key.shape == value.shape:
-        both = lax.all_gather(jnp.concatenate([key, value], 2), placement.axis_name, axis=1, tiled=True)
-        key, value = jnp.split(both, 2, 2)
+        key, value = jnp.split(gather_sequence(jnp.concatenate([key, value], 2), placement), 2, 2)
         return key, value
-    key, value = (lax.all_gather(x, placement.axis_name, axis=1, tiled=True) for x in (key, value))
-    return key, value
+    return gather_sequence(key, placement), gather_sequence(value, placement)
 
 
 def _chunks(call, config: AttentionConfig, operands: Operands, placement: Placement) -> tuple[Array, Array]:
