@@ -12,8 +12,8 @@ from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.plans import forward_plan
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
 from jax_fa4.kernels.spec import KernelSpec, Tile
-from jax_fa4.kernels.store import default_store
 from tests.cases import Case, assert_close, plain_attention, visible
+from tests.compiled import own_store
 from tests.emulator.launch import Options, Report, executor
 
 
@@ -78,7 +78,7 @@ def prepare(case: Case, arch: str, arrays: dict, *, pack_gqa=False, sm_count=Non
         left=left,
         right=right,
     )
-    artefact = default_store().load(spec)
+    artefact = own_store().load(spec)
     operands = [np.array(arrays[name]) for name in ("query", "key", "value")]
     if varlen:
         offsets = np.full(case.batch, problem.query_offset)

@@ -9,10 +9,9 @@ from jax_fa4.kernels.sm100.forward.config import SHARED_LIMIT, ForwardConfig
 from jax_fa4.kernels.sm100.forward.edges import edge_specs
 from jax_fa4.kernels.sm100.forward.shared import SharedMap
 from jax_fa4.kernels.spec import KernelSpec, sm100_pair_tile, standard_specs
-from jax_fa4.kernels.store import default_store
 from tests import sass
 from tests.cases import Case
-from tests.compiled import require_kernels
+from tests.compiled import own_store, require_kernels
 from tests.emulated import prepare
 from tests.emulator.launch import Options
 from tests.emulator.roofline import B200, cycles
@@ -80,7 +79,7 @@ def load(spec: KernelSpec) -> tuple[ForwardConfig, Artefact, sass.Machine]:
     """(config, artefact, machine code) of a kernel."""
     if sass.nvdisasm() is None:
         pytest.skip("needs nvdisasm to read machine code")
-    artefact = default_store().load(spec)
+    artefact = own_store().load(spec)
     return ForwardConfig.from_spec(spec), artefact, sass.Machine.of(artefact.cubin)
 
 

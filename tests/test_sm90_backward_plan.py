@@ -8,7 +8,7 @@ import pytest
 
 from jax_fa4.ffi.plan import Fill, Kernel, Scalars, TensorMap
 from jax_fa4.kernels.artefact import Artefact, Parameter
-from jax_fa4.kernels.compile import compile_spec, dsl_version
+from jax_fa4.kernels.compile import dsl_version
 from jax_fa4.kernels.plans import backward_plan, backward_scratch, backward_specs
 from jax_fa4.kernels.problem import ForwardProblem
 from jax_fa4.kernels.sm90.backward.config import MainConfig
@@ -22,6 +22,7 @@ from jax_fa4.kernels.sm90.backward.plan import (
 )
 from jax_fa4.kernels.sm90.backward.scratch import DqBlock, ScratchSizes
 from jax_fa4.kernels.sm90.backward_split.config import SHARED_LIMIT, KeyValueConfig, QueryConfig
+from tests.compiled import own_store
 
 
 def make_problem(**fields) -> ForwardProblem:
@@ -193,7 +194,7 @@ def test_compiled_entries_take_the_plan(flags):
     problem = make_problem(head_dim=flags.pop("head_dim", 128))
     ordered = flags.pop("ordered", True)
     specs = backward_specs("sm_90a", problem, **flags)
-    artefacts = [compile_spec(spec) for spec in (specs if ordered else unordered(specs))]
+    artefacts = [own_store().load(spec) for spec in (specs if ordered else unordered(specs))]
     plan = backward_plan(artefacts, problem)
     assert len([step for step in plan.steps if isinstance(step, Kernel)]) == 3
     made = make_artefacts([artefact.spec for artefact in artefacts])

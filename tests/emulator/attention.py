@@ -12,7 +12,6 @@ from jax_fa4.kernels.artefact import Artefact
 from jax_fa4.kernels.plans import forward_plan
 from jax_fa4.kernels.problem import UNBOUNDED, ForwardProblem
 from jax_fa4.kernels.spec import KernelSpec, Tile
-from jax_fa4.kernels.store import ArtefactStore
 from tests.compiled import own_store
 
 from .launch import Options, Report, executor
@@ -21,13 +20,8 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 @functools.cache
-def store() -> ArtefactStore:
-    return own_store()
-
-
-@functools.cache
 def artefact(spec: KernelSpec) -> Artefact:
-    return store().load(spec)
+    return own_store().load(spec)
 
 
 @dataclass(frozen=True)
