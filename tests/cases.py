@@ -91,7 +91,8 @@ class Case:
             "out_cotangent": (self.batch, t, n, d_v),
         }
         arrays = {name: jnp.asarray(rng.standard_normal(shape), self.dtype) for name, shape in shapes.items()}
-        arrays["query"] = (arrays["query"].astype(jnp.float32) * scale).astype(self.dtype)
+        if scale != 1:
+            arrays["query"] = (arrays["query"].astype(jnp.float32) * scale).astype(self.dtype)
         arrays["lse_cotangent"] = jnp.asarray(rng.standard_normal((self.batch, n, t)), jnp.float32)
         return arrays
 
