@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from jax_fa4 import attention_with_lse
 from tests import reference
+from tests.quick import quick_jit
 
 ARRAYS = ("query", "key", "value", "bias", "mask", "sinks", "scale", "query_offset", "query_seq_lengths")
 ARRAYS += ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
@@ -152,10 +153,7 @@ def evaluate(call: Call, implementations: tuple[str, ...]) -> dict[str, Any]:
         # A cotangent for the log-sum-exp of a row that sees nothing must change nothing either.
         return out, lse, pull((jnp.asarray(call.d_out, out.dtype), jnp.asarray(call.d_lse, lse.dtype)))[0]
 
-    # Compiling is nearly all of an example's time, and the programs run once.
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    run = jax.jit(lambda operands: {name: one(name, operands) for name in implementations}, compiler_options=options)
-    return run(cast(call))
+    return quick_jit(lambda operands: {name: one(name, operands) for name in implementations})(cast(call))
 
 
 def expected(call: Call) -> reference.Reference:

@@ -8,7 +8,6 @@ import itertools
 import re
 import subprocess
 import sys
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fa4
 from jax_fa4 import parallel
 from jax_fa4.parallel import gather
+from tests.quick import quick_jit
 
 STRATEGIES = {
     "ring": parallel.ring_attention,
@@ -85,7 +85,7 @@ def expected(mask: str, heads: tuple[int, int] = HEADS) -> list[np.ndarray]:
         return [np.asarray(x) for x in results(function, (q, k, v), (d_out, d_lse), sink)]
 
 
-def sharded_results(strategy, mask, layout, devices, implementation=None, heads=HEADS, dtype="float32"):
+def sharded_results(strategy, mask, layout, devices, implementation=None, heads=HEADS, dtype="float32", jit=quick_jit):
     """A function that gives the same through shard_map (arrays reordered to the layout and back), and its HLO text."""
     options = dict(masks()[mask])
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -117,7 +117,7 @@ def sharded_results(strategy, mask, layout, devices, implementation=None, heads=
         return results(call, qkv, cotangents, sinks)
 
     cotangents = (order(d_out), order(d_lse, axis=2))
-    compiled = jax.jit(run).lower(qkv, sinks, arrays, cotangents).compile()
+    compiled = jit(run).lower(qkv, sinks, arrays, cotangents).compile()
 
     def call() -> list[jax.Array]:
         out, lse, d_q, d_k, d_v, *d_sinks = compiled(qkv, sinks, arrays, cotangents)
@@ -134,21 +134,31 @@ def assert_matches(got, want, tolerance=3e-5) -> None:
         np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=tolerance, rtol=tolerance, err_msg=name)
 
 
-ALL = [
-    (strategy, mask, layout, devices)
-    for strategy, mask, layout, devices in itertools.product(STRATEGIES, masks(), ("contiguous", "zigzag"), (2, 4, 8))
+LAYOUTS, DEVICES = ("contiguous", "zigzag"), (2, 4, 8)
+ALL = list(itertools.product(STRATEGIES, masks(), LAYOUTS, DEVICES))
+SHORT = [
+    (strategy, mask, LAYOUTS[(i + j) % len(LAYOUTS)], DEVICES[(i + j) % len(DEVICES)])
+    for (i, strategy), (j, mask) in itertools.product(enumerate(STRATEGIES), enumerate(masks()))
 ]
+"""One combination in six, in which any two values of different axes meet."""
 
 
-def in_short_mode(case) -> bool:
-    """A fixed quarter or so of the combinations, every value of every axis in it."""
-    return zlib.crc32(repr(case).encode()) % 4 == 0
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The long mode has every combination."""
+    if "combination" in metafunc.fixturenames:
+        chosen = ALL if metafunc.config.getoption("--long") else SHORT
+        metafunc.parametrize("combination", chosen, ids=lambda case: "-".join(map(str, case)))
 
 
-@pytest.mark.parametrize("strategy, mask, layout, devices", ALL, ids=lambda x: str(x))
-def test_matches_unsharded(strategy, mask, layout, devices, request) -> None:
-    if not request.config.getoption("--long") and not in_short_mode((strategy, mask, layout, devices)):
-        pytest.skip("long mode only (--long): one combination in four runs otherwise")
+def test_short_mode_has_every_pair_of_values() -> None:
+    def pairs(cases):
+        return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+
+    assert pairs(SHORT) == pairs(ALL)
+
+
+def test_matches_unsharded(combination) -> None:
+    strategy, mask, layout, devices = combination
     got, _ = sharded_results(strategy, mask, layout, devices)
     assert_matches(got(), expected(mask))
 
@@ -222,7 +232,7 @@ def test_windowed_ring_does_not_send_what_nobody_needs() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bitwise_repeatable(strategy) -> None:
-    call, _ = sharded_results(strategy, "causal", "zigzag", 4, dtype="bfloat16")
+    call, _ = sharded_results(strategy, "causal", "zigzag", 4, dtype="bfloat16", jit=jax.jit)
     first = [np.asarray(x).tobytes() for x in call()]
     for _ in range(20):
         assert [np.asarray(x).tobytes() for x in call()] == first

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
+from tests.quick import quick_jit
 
 B, T, S, N, K, D = 4, 48, 64, 4, 2, 16
 COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -61,24 +62,34 @@ def total_and_gradients(implementation: str, static: dict):
     return jax.grad(total, has_aux=True)
 
 
+def placements(feature: str) -> dict[str, tuple[np.ndarray, P]]:
+    """All array arguments of a feature's call with their partition specs."""
+    rng = np.random.default_rng(1)
+    shapes = {"query": (B, T, N, D), "key": (B, S, K, D), "value": (B, S, K, D)}
+    operands = {name: (rng.standard_normal(shape).astype(np.float32), ROWS) for name, shape in shapes.items()}
+    return {**operands, **features()[feature][0]}
+
+
+@functools.cache
+def unsharded(feature: str) -> tuple:
+    """Gradients, and (out, lse), of the same call on one device through plain XLA."""
+    plain = {name: jnp.asarray(x) for name, (x, _) in placements(feature).items()}
+    return quick_jit(total_and_gradients("xla", features()[feature][1]))(*split(plain))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("feature", features())
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_no_communication(implementation: str, feature: str, kind: AxisType) -> None:
-    arrays, static = features()[feature]
+    _, static = features()[feature]
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    rng = np.random.default_rng(1)
-    shapes = {"query": (B, T, N, D), "key": (B, S, K, D), "value": (B, S, K, D)}
-    operands = {name: (rng.standard_normal(shape).astype(np.float32), ROWS) for name, shape in shapes.items()}
-    everything = {**operands, **arrays}
-    plain = {name: jnp.asarray(x) for name, (x, _) in everything.items()}
-    want = split_call(total_and_gradients("xla", static), plain)
+    everything = placements(feature)
+    want = unsharded(feature)
     with jax.set_mesh(mesh):
         placed = {name: jax.device_put(x, NamedSharding(mesh, spec)) for name, (x, spec) in everything.items()}
-        function = total_and_gradients(implementation, static)
-        got = split_call(function, placed)
-        text = jax.jit(function).lower(*split(placed)).compile().as_text()
-    found = set(COLLECTIVE.findall(text))
+        compiled = quick_jit(total_and_gradients(implementation, static)).lower(*split(placed)).compile()
+        got = compiled(*split(placed))
+    found = set(COLLECTIVE.findall(compiled.as_text()))
     assert found <= ({"all-reduce"} if feature in REDUCED else set()), f"unneeded communication: {found}"
     gradients, (out, _) = got
     assert out.sharding.spec[0] == "data" and out.sharding.spec[2] == "model"
@@ -91,10 +102,6 @@ def split(arrays: dict) -> tuple[dict, dict]:
     """Differentiable arrays and the others."""
     floating = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     return floating, {n: x for n, x in arrays.items() if n not in floating}
-
-
-def split_call(function, arrays: dict):
-    return jax.jit(function)(*split(arrays))
 
 
 MESSAGE = r"{}: got its sequence axis split over mesh axis 'seq'.*jax_fa4.parallel"

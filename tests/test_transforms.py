@@ -10,6 +10,7 @@ import pytest
 from jax_fa4 import attention, attention_with_lse
 from jax_fa4.implementations import blockwise
 from jax_fa4.vjp import LSE_NAME, OUT_NAME
+from tests.quick import quick_jit
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 B, T, S, N, K, H, HV = 2, 6, 7, 4, 2, 4, 3
@@ -38,12 +39,6 @@ def operands(copies=None):
     drawn = {name: draw(*lead, *shape, seed=k) for k, (name, shape) in enumerate(SHAPES.items())}
     lengths = jnp.asarray(np.random.default_rng(9).integers(0, S + 1, size=(*lead, B)), jnp.int32)
     return {**drawn, "key_value_seq_lengths": lengths}
-
-
-def quick_jit(function):
-    """jit for programs that run once or twice: compiling them is nearly all of the time."""
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=options)
 
 
 def weighted(implementation, arrays, weights):
