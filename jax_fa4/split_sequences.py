@@ -51,8 +51,8 @@ def make_whole(x: Array, axis: int) -> Array:
 
 def _whole(x: Array, operand: str | None, axis: int) -> Array:
     types = jax.typeof(x).sharding.mesh.axis_types
-    if types and AxisType.Auto not in types:
-        return x  # the partitioner has nothing to decide
+    if AxisType.Manual in types or (types and AxisType.Auto not in types):
+        return x  # the partitioner has nothing to decide, or (inside a shard_map over some axes) cannot be asked
     return whole_p.bind(x, operand=operand, axis=axis)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding
 
 from jax_fa4.config import DIFFERENTIABLE, AttentionConfig, Gradients, Operands
 from jax_fa4.implementations.base import Implementation
@@ -94,6 +95,14 @@ def _depend_on_all(result: Array, operands: Operands) -> Array:
     return jnp.where(True, result, sum(jnp.sum(first(x).astype(result.dtype)) for x in jax.tree.leaves(operands)))
 
 
+def _split_like(gradient: Array, operand: Array) -> Array:
+    """The gradient split over Explicit mesh axes as its operand is, however the call was split."""
+    wanted = jax.typeof(operand).sharding
+    if AxisType.Explicit not in wanted.mesh.axis_types or jax.typeof(gradient).sharding.spec == wanted.spec:
+        return gradient
+    return jax.sharding.reshard(gradient, NamedSharding(wanted.mesh, wanted.spec))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(implementation: Implementation, config: AttentionConfig, operands: Operands) -> tuple[Array, Array]:
     return _named(*_forward(implementation, config, operands))
@@ -131,6 +140,9 @@ def _attend_bwd(
         # The LSE of a row that sees nothing is a constant; what a function of -inf has as derivative may be NaN.
         d_lse = jnp.where(lse == -jnp.inf, 0, d_lse)
     gradients = _backward(implementation, config, operands, out, lse, d_out, d_lse, wanted.names)
+    gradients = gradients._replace(
+        **{name: _split_like(getattr(gradients, name), getattr(operands, name)) for name in wanted.names}
+    )
     absent = Operands(*(None,) * len(Operands._fields))  # type: ignore[arg-type]
     return (absent._replace(**gradients._asdict()),)
 

@@ -207,6 +207,15 @@ def test_all_gather_in_groups_of_heads(monkeypatch) -> None:
     assert found == COLLECTIVES["all_gather"] | {"all-reduce"}  # of the sinks' gradient
 
 
+def test_all_gather_in_groups_of_heads_without_queries(monkeypatch) -> None:
+    """The third group's transfer waits for the first group's attention, which has no rows here."""
+    monkeypatch.setattr(gather, "GROUP_BYTES", 1)
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    attend = parallel.make_attention(mesh, sequence_axis="seq", strategy="all_gather", implementation="blockwise")
+    out = jax.jit(attend)(jnp.zeros((1, 0, 4, 16)), jnp.ones((1, 8, 4, 16)), jnp.ones((1, 8, 4, 16)))
+    assert out.shape == (1, 0, 4, 16)
+
+
 def permutes(window: tuple) -> list[int]:
     """Number of edges of each collective-permute of a forward."""
     mesh = jax.make_mesh((8,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa4
+from jax_fa4.ffi import partition
 from tests.quick import quick_jit
 
 B, T, S, N, K, D = 4, 48, 64, 4, 2, 16
@@ -249,3 +250,91 @@ def test_a_kernel_call_is_named_alike_in_every_lowering_and_unlike_others() -> N
     assert causal == names(is_causal=True)
     others = [names(), names(is_causal=True, scale=0.5), names(local_window_size=8), names(local_window_size=9)]
     assert len(set().union(causal, *others)) == 5
+
+
+def test_a_kernel_call_is_named_after_the_sources_too(monkeypatch) -> None:
+    """A program of another version is not taken from the cache."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((2, 32, 2, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def name() -> list[str]:
+        def attend(x):
+            return jax_fa4.attention(x, x, x, implementation="blockwise")
+
+        jax.clear_caches()
+        return re.findall(r'jax_fa4 = "(\w+)"', jax.jit(attend).lower(x).as_text())
+
+    now = name()
+    monkeypatch.setattr(partition, "_sources", lambda: b"another version")
+    assert len(now) == 1 and name() != now
+
+
+def floating(mesh, specs: dict) -> tuple[list, list]:
+    """Query, key, sinks and bias: plain, and placed on a mesh."""
+    rng = np.random.default_rng(0)
+    shapes = {"query": (B, T, N, D), "key": (B, T, K, D), "sinks": (N,), "bias": (B, N, T, T)}
+    plain = [jnp.asarray(rng.standard_normal(shapes[name]), jnp.float32) for name in specs]
+    return plain, [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(plain, specs.values(), strict=True)]
+
+
+def losses(implementation: str, query, key, sinks, bias=None) -> jax.Array:
+    """One number a batch entry, of out and LSE."""
+    out, lse = jax_fa4.attention_with_lse(
+        query, key, key, is_causal=True, sinks=sinks, bias=bias, implementation=implementation
+    )
+    return (out**2).sum((1, 2, 3)) + jnp.sin(lse).sum((1, 2))
+
+
+@pytest.mark.parametrize(
+    "query, key, sinks, bias",
+    [
+        (P("data", None, "model"), P("data", None, "model"), P(), P()),
+        (P("data", None, "model"), P(), P("model"), P()),
+        (P("data"), P("data", None, "model"), P("model"), P("data", "model")),
+        (P(), P("data", None, "model"), P("model"), P("data", "model")),
+    ],
+)
+def test_explicit_gradients_are_split_like_their_operands(query, key, sinks, bias) -> None:
+    """Not like the call, which follows the query."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    plain, placed = floating(mesh, {"query": query, "key": key, "sinks": sinks, "bias": bias})
+
+    def gradient(implementation: str):
+        return jax.jit(jax.grad(lambda *x: losses(implementation, *x).sum(), (0, 1, 2, 3)))
+
+    with jax.set_mesh(mesh):
+        got = gradient("blockwise")(*placed)
+        assert [jax.typeof(x).sharding.spec for x in got] == [jax.typeof(x).sharding.spec for x in placed]
+    for x, want in zip(got, gradient("xla")(*plain), strict=True):
+        np.testing.assert_allclose(x, want, atol=5e-5)
+
+
+@pytest.mark.parametrize("model", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [ROWS, P("data")], ids=["heads", "batch"])
+def test_inside_a_shard_map_over_some_of_the_axes(model: AxisType, spec: P) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, model))
+    plain, placed = floating(mesh, {"query": spec, "key": spec, "sinks": P()})
+
+    def total(*x):
+        run = functools.partial(losses, "blockwise")
+        specs = (P("data"), P("data"), P())
+        return jax.shard_map(run, in_specs=specs, out_specs=P("data"), axis_names={"data"})(*x).sum()
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(total, (0, 1, 2)))(*placed)
+    want = jax.grad(lambda *x: losses("xla", *x).sum(), (0, 1, 2))(*plain)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=5e-5)
+
+
+def test_kernels_inside_a_shard_map_over_some_of_the_axes() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((2, 32, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", None, "model")))
+
+    def attend(x):
+        return jax_fa4.attention(x, x, x, implementation="fa4:sm_90a")
+
+    with jax.set_mesh(mesh):
+        some = jax.shard_map(attend, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        text = jax.jit(some).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "jax_fa4_launch" in text and "CustomSPMDPartitioning" not in text

@@ -189,9 +189,14 @@ def _batch(
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, operation: Operation, mapped: int) -> Any:
     part = functools.partial(_local_call, operation, mapped)
     avals: Sequence[Any] = ctx.avals_in
-    partitioned = partition.partitioned(part, _dimensions(operation, mapped), avals)
-    lowered = mlir.lower_fun(partitioned, multiple_results=True)
-    if AxisType.Explicit not in avals[0].sharding.mesh.axis_types:
+    types = set(avals[0].sharding.mesh.axis_types)
+    if AxisType.Manual in types and len(types) > 1:
+        # Inside a shard_map over some of the axes the partitioner cannot be asked: along the others the call is whole.
+        lowered = mlir.lower_fun(functools.partial(part, partition.Split()), multiple_results=True)
+    else:
+        partitioned = partition.partitioned(part, _dimensions(operation, mapped), avals)
+        lowered = mlir.lower_fun(partitioned, multiple_results=True)
+    if AxisType.Explicit not in types:
         return lowered(ctx, *operands)
     return _without_mesh(lowered, ctx, *operands)
 

@@ -14,13 +14,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -225,22 +226,37 @@ def partitioned(
 
 
 def _digest(jaxpr: ClosedJaxpr, dimensions: Dimensions) -> str:
-    """Names a call by what it computes, the same in every process.
+    """Names a call by what it computes, the same in every process with the same sources of this package.
 
     In the program, a call to be partitioned is only a pointer into this process. JAX's persistent compilation cache
     leaves it out of its keys where ``jax_remove_custom_partitioning_ptr_from_cache_key`` is set, and would take calls
-    that differ in their mask alone for one another if nothing else in the program told them apart.
+    that differ in their mask alone for one another if nothing else in the program told them apart. The sources stand
+    for what the call becomes when it is split and lowered, after an upgrade too.
     """
     digest = hashlib.sha256(f"{dimensions}\n{re.sub(r' at 0x[0-9a-f]+', '', str(jaxpr))}".encode())
-    for constant in _constants(jaxpr):
+    digest.update(_sources())
+    for constant in _constants(jaxpr.jaxpr, jaxpr.consts):
         digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()
 
 
-def _constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
+@functools.cache
+def _sources() -> bytes:
+    """SHA-256 of the package's Python files, names and contents."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.digest()
+
+
+def _constants(jaxpr: Jaxpr, constants: Sequence[Any]) -> Iterator[Any]:
     """Constants of a jaxpr and of those within it, of which its text shows shapes only."""
-    yield from jaxpr.consts
+    yield from constants
     for equation in jaxpr.eqns:
+        yield from (x.val for x in equation.invars if isinstance(x, Literal))
         for parameter in jax.tree.leaves(list(equation.params.values())):
             if isinstance(parameter, ClosedJaxpr):
-                yield from _constants(parameter)
+                yield from _constants(parameter.jaxpr, parameter.consts)
+            elif isinstance(parameter, Jaxpr):
+                yield from _constants(parameter, ())

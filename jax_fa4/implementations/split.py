@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax_fa4.config import DIFFERENTIABLE, AttentionConfig, Gradients, Operands
 from jax_fa4.ffi.partition import BATCH, KEY_HEADS, QUERY_HEADS, Dimensions, Split, choose_split, partitioned
 from jax_fa4.implementations.base import Backward, Forward
+from jax_fa4.varying import vary, varying_axes
 
 AXES = {
     "query": "bTnh",
@@ -118,7 +119,7 @@ def _summed(gradient: Array, axes: str, split: Split) -> Array:
 
 def _run(part: Local, dimensions: Dimensions, arrays: Sequence[Array]) -> tuple[Array, ...]:
     mesh = jax.typeof(arrays[0]).sharding.mesh
-    if AxisType.Manual in mesh.axis_types:
+    if AxisType.Manual in mesh.axis_types and AxisType.Explicit not in mesh.axis_types:
         return part(Split(), *arrays)
 
     @custom_vmap
@@ -145,11 +146,15 @@ def _run_explicit(part: Local, dimensions: Dimensions, arrays: Sequence[Array]) 
     mesh = jax.typeof(arrays[0]).sharding.mesh
     specs = [jax.typeof(x).sharding.spec for x in arrays]
     split = choose_split(dimensions, arrays, specs, dict(mesh.shape))
+    # None named means all: under vmap, the mesh to map over may have fewer axes than the arrays' types.
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if AxisType.Manual in mesh.axis_types else {}
     run = jax.shard_map(
         functools.partial(part, split),
         in_specs=tuple(split.spec(axes) for axes in dimensions.operands),
         out_specs=tuple(split.spec(axes) for axes in dimensions.results),
+        axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
         check_vma=False,  # no differentiation passes through here, and the sums are explicit
     )
     wanted = (NamedSharding(mesh, split.spec(axes)) for axes in dimensions.operands)
-    return run(*(jax.sharding.reshard(x, want) for x, want in zip(arrays, wanted, strict=True)))
+    results = run(*(jax.sharding.reshard(x, want) for x, want in zip(arrays, wanted, strict=True)))
+    return tuple(vary(varying_axes(arrays), *results))  # over the axes of a shard_map around this one

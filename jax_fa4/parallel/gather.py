@@ -50,11 +50,10 @@ def all_gather_core(call, config: AttentionConfig, operands: Operands, placement
 
     def gathered(group: int) -> tuple[Array, Array]:
         size = operands.key.shape[2] // groups
-        start = group * size
-        if group >= 2:
-            start = start + _zero_after(lses[group - 2])
-        own = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (operands.key, operands.value))
-        return _gather_pair(*own, placement)
+        wait = group >= 2 and lses[group - 2].size
+        start = group * size + (_zero_after(lses[group - 2]) if wait else 0)
+        key, value = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (operands.key, operands.value))
+        return _gather_pair(key, value, placement)
 
     arriving = [gathered(group) for group in range(min(2, groups))]
     outs: list[Array] = []
@@ -73,9 +72,10 @@ def _zero_after(lse: Array) -> Array:
     """int32 0 that is known only when ``lse`` is.
 
     XLA takes every call of attention to be short and would start all transfers, one after the other, before the first:
-    what begins with this begins when the attention is done.
+    what begins with this begins when the attention is done. The last row is of the last call, where a device has
+    several chunks of queries.
     """
-    return jnp.minimum(jnp.isnan(lse[0, 0, 0]).astype(jnp.int32), 0)
+    return jnp.minimum(jnp.isnan(lse[0, 0, -1]).astype(jnp.int32), 0)
 
 
 def _gather_pair(key: Array, value: Array, placement: Placement) -> tuple[Array, Array]:
