@@ -59,8 +59,7 @@ class ComputeRole:
     @cute.jit
     def run(self):
         c = self.c
-        _, m = c.work.first()
-        head = Int32(0)
+        head, m = c.work.first()
         for i in cutlass.range(c.work.steps, unroll=1):
             self.step(i, m)
             head, m = c.work.next(head, m)
